@@ -26,8 +26,7 @@ from urllib.request import urlopen
 
 from armillary.cli.output import Output
 from armillary.cli.plan.options import find_cluster, model_config
-from armillary.fleet.autoscale.decision_log import read_log
-from armillary.fleet.autoscale.policy import Decision
+from armillary.fleet.autoscale.decision_log import Logged, read_log
 from armillary.planning.simulation.fleet_case import fleet_case, replica_limits
 from armillary.serving.load.trace import read_trace
 from armillary.spec.hf.config import to_hf
@@ -127,7 +126,7 @@ def wait_ready(url: str, up: subprocess.Popen[bytes]) -> None:
 
 def replica_seconds(log: Path, begin: float, end: float) -> float:
     """Sum of all replicas, starting ones included, over time: from the autoscaler's own log."""
-    lines = [line["signals"] for line in read_log(log)]
+    lines = [line.signals for line in read_log(log) if isinstance(line, Logged)]
     total = 0.0
     for one, following in pairwise(lines):
         total += max(0.0, min(end, following.now) - max(begin, one.now)) * one.replicas
@@ -171,11 +170,11 @@ def judge(folder: Path, count: int, seconds: float, *, simulated_only: bool) -> 
         return
     answer = served(folder, folder / "home", seconds)
     (log,) = (folder / "home").glob("**/decisions.jsonl")
-    lines = read_log(log)
+    lines = [line for line in read_log(log) if isinstance(line, Logged)]
     print((folder / "up.log").read_text())
-    begin = next(line["signals"].now for line in lines if line["signals"].arrived_per_s)
+    begin = next(line.signals.now for line in lines if line.signals.arrived_per_s)
     seen = answer["runs"][-1]
-    turns = direction_changes((Decision(**line["decision"]) for line in lines), cooldown_s)
+    turns = direction_changes((line.decision for line in lines), cooldown_s)
     used = replica_seconds(log, begin + WARM_S, begin + seconds)
     say_cost("real processes", seen["slo_met_fraction"], used, inside, turns)
     failed, ttft_s = f"{seen['failed']} failed {seen['errors']}", seen["ttft"]["p99_s"]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from armillary.cli import completion
 from armillary.cli.output import Output, path_text
-from armillary.cli.verb_decorator import set_option, verb
+from armillary.cli.verb_decorator import moved, set_option, verb
 from armillary.errors import BadInput
 from armillary.store.home import Home
 from armillary.units import seconds_text
@@ -31,18 +30,28 @@ if TYPE_CHECKING:
     help="Step times, KV cache and settings that a run measured.",
     shell_complete=completion.runs,
 )
-@click.option("--replicas", type=click.IntRange(0), help="Replicas at the start.  [fleet.replicas]")
+@click.option(
+    "--for", "purpose", type=click.Choice(["serve", "train"]), default="serve", help="What.  [default: serve]"
+)
+@click.option(
+    "--replay",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="LOG",
+    help="An autoscaler's decisions.jsonl, decided again with the recipe's [autoscale].",
+)
 @click.option("--sweep", "sweeps", multiple=True, metavar="A.B=1,2,4", help="Try several values; repeat to combine.")
 @click.option("--ray", metavar="ADDRESS", help="Run a sweep on this Ray cluster; auto for the one that runs here.")
 @click.option("--page", type=click.Path(path_type=Path, dir_okay=False), help="Write a report with plots there (HTML).")
 @click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write a Chrome trace there (JSON).")
 @set_option
+@moved("--replicas", "try --set fleet.replicas=4")
 def simulate(
     out: Output,
     home: Home,
     recipe: Path | None,
     run: str | None,
-    replicas: int | None,
+    purpose: str,
+    replay: Path | None,
     sweeps: tuple[str, ...],
     ray: str | None,
     page: Path | None,
@@ -55,11 +64,23 @@ def simulate(
     the autoscaler its number; only the time of a step is predicted: by the planner, or as --from RUN measured it.
     RECIPE has [traffic] or load.trace (Azure's CSV, Mooncake's JSONL), [fleet], [autoscale], [objective] and [cost].
     With --from alone, the run's own requests are served again, beside what was measured.
+
+    --for train plays a training run through: the passes of its pipeline, and weeks with the failures and slow devices
+    of [faults], checkpoints and restarts. --replay decides again what an autoscaler has logged, to try another policy
+    on the same signals.
     """
-    if replicas is not None:
-        overrides = (*overrides, f"fleet.replicas={replicas}")
+    if replay is not None:
+        from armillary.cli.simulate_replay import replay_log
+
+        return replay_log(out, replay, recipe, overrides)
     if sweeps:
-        return _sweep(out, home, recipe, run, overrides, sweeps, ray)
+        from armillary.cli.simulate_sweep import sweep
+
+        return sweep(out, home, recipe, run, purpose, overrides, sweeps, ray)
+    if purpose == "train":
+        from armillary.cli.simulate_training import simulate_training
+
+        return simulate_training(out, home, _given(recipe), overrides, page, trace)
     case, title, measured = fleet_case_of(home, recipe, run, overrides)
     from armillary.planning.simulation.fleet_outcome import FleetOutcome
 
@@ -80,12 +101,16 @@ def fleet_case_of(
 
     if run is not None:
         return _case_of_run(home, recipe, run, overrides)
-    if recipe is None:
-        raise BadInput("give a recipe, or --from RUN; armillary simulate recipes/service.toml is an example")
-    tables = {name: table for name, table in read_tables(recipe).items() if name != "gateway"}
+    tables = {name: table for name, table in read_tables(_given(recipe)).items() if name != "gateway"}
     asked = recipe_from_dict(tables, overrides)
     config = model_config(Output("quiet"), home, asked)
     return fleet_case(asked, config, find_cluster(asked), home), config.name, {}
+
+
+def _given(recipe: Path | None) -> Path:
+    if recipe is None:
+        raise BadInput("give a recipe, or --from RUN; armillary simulate recipes/service.toml is an example")
+    return recipe
 
 
 def _case_of_run(
@@ -152,58 +177,3 @@ def _write(out: Output, outcome: FleetOutcome, title: str, page: Path | None, tr
     if trace is not None:
         write_text(trace, json.dumps(chrome_trace(outcome.run)))
         out.say(f"wrote {path_text(trace)}: open it in https://ui.perfetto.dev")
-
-
-# --- sweeps
-
-_SWEPT = ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s")
-
-
-def _sweep(
-    out: Output,
-    home: Home,
-    recipe: Path | None,
-    run: str | None,
-    overrides: tuple[str, ...],
-    sweeps: tuple[str, ...],
-    ray: str | None,
-) -> None:
-    from armillary.planning.simulation.sweep import settings_of, swept
-
-    settings = settings_of(sweeps)
-    run_setting = partial(simulate_setting, home, recipe, run, overrides)
-    rows: list[list[str | None]] = []
-    answers: list[dict[str, Any]] = []
-    with out.progress("simulating", total=len(settings), unit="setting") as bar:
-        if ray is not None:
-            from armillary.cluster.ray.ordered_map import RayMap
-
-            answered = zip(settings, RayMap("" if ray == "auto" else ray)(run_setting, settings), strict=True)
-        else:
-            answered = swept(run_setting, settings)  # type: ignore[assignment]
-        for setting, answer in answered:
-            bar.update()
-            gauges = answer["gauges"]
-            answers.append({"set": list(setting), **answer})
-            rows.append(
-                [
-                    " ".join(setting),
-                    *(seconds_text(gauges[name]) if name in gauges else None for name in _SWEPT),
-                    f"{gauges.get('tokens_out_per_s', 0.0):,.0f}",
-                    f"{gauges.get('slo_met_fraction', 0.0):.2%}",
-                    f"{gauges['usd_per_million_tokens_out']:.3g}" if "usd_per_million_tokens_out" in gauges else None,
-                ]
-            )
-    heads = ["setting", "TTFT p50", "p99", "ITL p50", "p99", "tokens/s", "objectives met", "$/M tokens"]
-    out.table("", heads, rows)
-    out.result(answers, quiet=[f"{row[0]} {row[6]}" for row in rows])
-
-
-def simulate_setting(
-    home: Home, recipe: Path | None, run: str | None, overrides: tuple[str, ...], setting: tuple[str, ...]
-) -> dict[str, Any]:
-    """One setting of a sweep, in a process of its own."""
-    from armillary.planning.simulation.fleet_outcome import FleetOutcome
-
-    case, _, _ = fleet_case_of(home, recipe, run, (*overrides, *setting))
-    return FleetOutcome(case, case.run()).plain()

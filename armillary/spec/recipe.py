@@ -16,6 +16,7 @@ from armillary.spec import catalogue
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
+from armillary.spec.tables.faults import Faults
 from armillary.spec.tables.fleet import Autoscale, Fleet
 from armillary.spec.tables.hardware import HardwareTable
 from armillary.spec.tables.launch_target import Launch
@@ -45,6 +46,7 @@ class Recipe:
     load: Free[Load] = field(default_factory=Load)
     fleet: Free[Fleet] = field(default_factory=Fleet)
     autoscale: Free[Autoscale] = field(default_factory=Autoscale)
+    faults: Free[Faults] = field(default_factory=Faults)
     cost: Free[Cost] = field(default_factory=Cost)
     launch: Free[Launch] = field(default_factory=Launch)
     report: Free[ReportTable] = field(default_factory=ReportTable)

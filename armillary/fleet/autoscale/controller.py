@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import ArmillaryError
-from armillary.fleet.autoscale.decision_log import append, log_line
+from armillary.fleet.autoscale.decision_log import Logged, Started, append
 from armillary.fleet.autoscale.policy import Autoscaler, Decision
 from armillary.fleet.autoscale.replica_metrics import ReplicaMetrics, pages_of, quantile
 from armillary.fleet.autoscale.signals import Signals
@@ -99,6 +99,10 @@ class Controller:
 
     async def run(self) -> None:
         """Until cancelled."""
+        if self.autoscaler is not None:
+            scaler = self.autoscaler
+            begun = Started(settings=scaler.settings, limits=scaler.capacity.limits, start_s=scaler.given_start_s)
+            await asyncio.to_thread(append, self._log, begun)
         await self.adopt()
         while True:
             await self._refresh()
@@ -245,7 +249,7 @@ class Controller:
 
     async def _decide(self, autoscaler: Autoscaler, signals: Signals) -> None:
         decision = autoscaler.decide(signals)
-        line, self._started_s = log_line(signals, decision, self._started_s), None
+        line, self._started_s = Logged(signals=signals, decision=decision, started_s=self._started_s), None
         await asyncio.to_thread(append, self._log, line)
         if decision.change:
             self.decisions.appendleft(decision)

@@ -61,7 +61,7 @@ class Autoscaler:
         """`start_s`: how long a start takes; none: as measured."""
         assert settings.max_replicas is not None, "an autoscaler has a limit"
         self.settings, self.capacity = settings, Capacity(limits)
-        self._given_start_s = start_s
+        self.given_start_s = start_s
         self._starts: deque[float] = deque(maxlen=_STARTS)
         self._history = SignalHistory(max(settings.stable_window_s, settings.panic_window_s))
         self._needed: deque[tuple[float, int]] = deque()  # by the decisions of the last cooldown
@@ -73,8 +73,8 @@ class Autoscaler:
     @property
     def start_s(self) -> float:
         """Time that a start takes."""
-        if self._given_start_s is not None:
-            return self._given_start_s
+        if self.given_start_s is not None:
+            return self.given_start_s
         return sum(self._starts) / len(self._starts) if self._starts else _DEFAULT_START_S
 
     def started(self, seconds: float) -> None:

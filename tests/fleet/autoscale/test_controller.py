@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.fleet.autoscale.controller import Controller
-from armillary.fleet.autoscale.decision_log import read_log
+from armillary.fleet.autoscale.decision_log import Logged, read_log, replay
 from armillary.fleet.autoscale.policy import Autoscaler
 from armillary.fleet.autoscale.replica_capacity import Limits
 from armillary.fleet.autoscale.replica_metrics import ReplicaMetrics, quantile
@@ -160,9 +160,11 @@ async def test_load_starts_replicas_and_its_end_drains_them(folder: Path) -> Non
         assert service.controller.target >= 2
         await until(lambda: service.ready() == 1, 20.0)
         assert set(service.statuses) == {200}
-        log = read_log(folder / "decisions.jsonl")
-        assert any(line["decision"]["replicas"] > line["decision"]["before"] for line in log)
-        assert max(line["signals"].arrived_per_s for line in log) > 10
+        lines = read_log(folder / "decisions.jsonl")
+        log = [line for line in lines if isinstance(line, Logged)]
+        assert any(line.decision.change > 0 for line in log)
+        assert max(line.signals.arrived_per_s for line in log) > 10
+        assert all(line.decision.replicas == again.replicas for line, again in replay(lines))
         state = json.loads(json.dumps(service.controller.plain()))
         assert "ready" in {each["state"] for each in state["replicas"]} and state["decisions"]
 

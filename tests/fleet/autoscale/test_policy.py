@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from armillary.fleet.autoscale.decision_log import append, log_line, read_log, replay
+from armillary.errors import BadData
+from armillary.fleet.autoscale.decision_log import Logged, Started, append, read_log, replay
 from armillary.fleet.autoscale.policy import Autoscaler, Decision
 from armillary.fleet.autoscale.replica_capacity import Limits
 from armillary.fleet.autoscale.signals import Signals
@@ -146,12 +146,22 @@ def test_the_log_is_replayed(tmp_path: Path) -> None:
     service, file = Service(cooldown_s=60.0), tmp_path / "decisions.jsonl"
     for rate in (5.0, 30.0, 80.0, 20.0, 5.0):
         service.look(rate, 12)
-    for signals, decision in service.log:
-        append(file, log_line(signals, decision))
-    with file.open("a") as end:
-        end.write('{"signals": {"now"')  # the process was killed while it wrote
-    again = Autoscaler(Autoscale(max_replicas=10, cooldown_s=60.0), LIMITS, start_s=0.0)
-    lines = list(replay(read_log(file), again))
-    assert len(lines) == 60 and all(logged == json.loads(json.dumps(now.plain())) for logged, now in lines)
-    other = Autoscaler(Autoscale(max_replicas=4), LIMITS, start_s=0.0)
+    begun = Started(settings=service.scaler.settings, limits=LIMITS, start_s=0.0)
+    for part in (service.log[:30], service.log[30:]):
+        append(file, begun)
+        for signals, decision in part:
+            append(file, Logged(signals=signals, decision=decision))
+        with file.open("a") as end:
+            end.write('{"signals": {"now"')  # the process was killed while it wrote
+    lines = list(replay(read_log(file)))
+    assert len(lines) == 60
+    assert all(_outcome(logged.decision) == _outcome(now) for logged, now in lines[:30])
+    other = Autoscale(max_replicas=4)
     assert max(now.replicas for _, now in replay(read_log(file), other)) == 4
+    file.write_text(file.read_text().replace('"reason"', '"cause"', 1))
+    with pytest.raises(BadData, match="line 2 of"):
+        read_log(file)
+
+
+def _outcome(decision: Decision) -> tuple[int, int, str]:
+    return decision.before, decision.replicas, decision.reason
