@@ -1,12 +1,11 @@
 """The simulator against a real server on the same requests; see simulator.md.
 
-    python benchmarks/simulator_accuracy.py MODEL --trace FILE [--speed 1] [--longest 512] [--seconds 45]
+    python -m benchmarks.simulator_accuracy --trace AzureLLMInferenceTrace_conv.csv          a CPU, 2.5 minutes
+    python -m benchmarks.simulator_accuracy --trace AzureLLMInferenceTrace_conv.csv --gpu    0.6B and 8B, one H200
+    python -m benchmarks.simulator_accuracy --trace AzureLLMInferenceTrace_conv.csv --gpu --small   that way on a CPU
 
-Two servers of MODEL get two parts of a public trace over HTTP. Step times are fitted to the first server's run; the
-second run's requests are simulated with them and compared with what its engine measured. On one H200:
-
-    python benchmarks/simulator_accuracy.py QWEN3_0.6B --trace AzureLLMInferenceTrace_conv.csv --speed 4 --device cuda
-    python benchmarks/simulator_accuracy.py LLAMA_3_8B --trace AzureLLMInferenceTrace_conv.csv --speed 2 --device cuda
+A server with random weights gets two parts of a public trace over HTTP, one after the other. Step times are fitted to the
+first part; the requests of the second are simulated with them and compared with what its engine measured.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -35,34 +35,55 @@ LIMITS = {"ttft_p50_s": 0.1, "ttft_p99_s": 0.2, "itl_p50_s": 0.1, "itl_p99_s": 0
 _PORTS = itertools.count(18_300)
 
 
-def measured_run(home: Path, args: argparse.Namespace, part: Path) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A model under a part of the trace."""
+
+    model: str
+    device: str
+    seconds: float
+    speed: float
+    """of the trace's clock: Azure's conversations come 5.4 times a second"""
+    longest: int | None
+    """most tokens of a request"""
+    serve: tuple[str, ...] = ()
+
+
+CPU = (Setting(model="armillary-5m", device="cpu", seconds=45.0, speed=1.0, longest=512),)
+GPU = (
+    Setting(model="qwen3-0.6b", device="cuda", seconds=60.0, speed=4.0, longest=None),
+    Setting(model="llama-3-8b", device="cuda", seconds=60.0, speed=2.0, longest=None),
+)
+SMALL = tuple(replace(each, model="armillary-5m", device="cpu", seconds=8.0, speed=1.0, longest=256) for each in GPU)
+"""what a machine with a GPU runs, small enough for one without"""
+
+
+def measured_run(home: Path, folder: Path, setting: Setting, part: Path) -> None:
     """One server under a part of the trace."""
-    port = next(_PORTS)
+    url = f"http://127.0.0.1:{next(_PORTS)}"
     armillary = [sys.executable, "-m", "armillary"]
-    device = ["--device", args.device] if args.device else []
-    more = [text for setting in args.settings for text in ("--set", setting)]
-    serve = [*armillary, "serve", args.model, "--port", str(port), "--home", str(home), *device, *more]
-    server = subprocess.Popen(serve, stdout=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
+    more = [text for key in setting.serve for text in ("--set", key)]
+    serve = [*armillary, "serve", str(folder), "--port", url.rpartition(":")[2], "--home", str(home)]
+    server = subprocess.Popen([*serve, "--device", setting.device, *more], stdout=subprocess.DEVNULL)
     try:
-        while True:
-            try:
-                urlopen(f"{url}/ready", timeout=1)
-                break
-            except OSError:
-                assert server.poll() is None, "the server ended"
-                time.sleep(0.3)
-        sets = (
-            f"load.trace={part}",
-            f"load.trace_speed={args.speed}",
-            f"load.longest={args.longest}",
-            "load.warmup_s=2",
-        )
-        load = [*armillary, "load", url, "--duration", str(args.seconds), "-q"]
+        wait_ready(url, server)
+        sets = [f"load.trace={part}", f"load.trace_speed={setting.speed}", "load.warmup_s=2"]
+        sets += [f"load.longest={setting.longest}"] if setting.longest else []
+        load = [*armillary, "load", url, "--duration", str(setting.seconds), "-q", "--home", str(home)]
         subprocess.run([*load, *(text for each in sets for text in ("--set", each))], check=True)
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait()
+
+
+def wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
+    while True:
+        try:
+            urlopen(f"{url}/ready", timeout=1)
+            return
+        except OSError:
+            assert server.poll() is None, "the server ended"
+            time.sleep(0.2)
 
 
 def parts_of(trace: Path, folder: Path, seconds: float) -> list[Path]:
@@ -101,36 +122,43 @@ def simulated(fitted: Reading, judged: Reading, home: Home) -> FleetOutcome:
     return FleetOutcome(case, case.run())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--speed", type=float, default=1.0)
-    parser.add_argument("--longest", type=int, default=512)
-    parser.add_argument("--seconds", type=float, default=45.0)
-    parser.add_argument("--device", default="")
-    parser.add_argument("--set", dest="settings", action="append", default=[])
-    parser.add_argument("--home", type=Path, help="where two runs are, the fitted and the judged one")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = args.home or Path(name)
-        home = Home.at(folder)
-        if not args.home or not list_runs(home):
-            folder.mkdir(parents=True, exist_ok=True)
-            for part in parts_of(args.trace, folder, (args.seconds + 2) * args.speed):
-                measured_run(folder, args, part)
-        fitted, judged = (
-            read_run(run, home) for run in sorted(list_runs(home), key=lambda run: run.gauges.stat().st_mtime)[-2:]
-        )
-        outcome = simulated(fitted, judged, home)
-    print(f"{len(judged.requests)} requests; step times {outcome.case.cost.basis}")
+def judge(setting: Setting, trace: Path, folder: Path) -> None:
+    """Two measured runs, unless they are there, and the comparison."""
+    from benchmarks.server_process import make
+
+    home = Home.at(folder / "home")
+    if len(list_runs(home)) < 2:
+        folder.mkdir(parents=True, exist_ok=True)
+        make(folder / "model", setting.model, setting.device)
+        for part in parts_of(trace, folder, (setting.seconds + 2) * setting.speed):
+            measured_run(folder / "home", folder / "model", setting, part)
+    fitted, judged = (
+        read_run(run, home) for run in sorted(list_runs(home), key=lambda run: run.gauges.stat().st_mtime)[-2:]
+    )
+    outcome = simulated(fitted, judged, home)
+    print(f"{setting.model} on {setting.device}: {len(judged.requests)} requests; step times {outcome.case.cost.basis}")
     for gauge, limit in LIMITS.items():
         real, virtual = judged.get(gauge) or 0.0, outcome.gauges[gauge]
         error = virtual / real - 1
         print(
-            f"{gauge:18} measured {real:.4g}  simulated {virtual:.4g}  {error:+.1%}  "
-            f"{'holds' if abs(error) <= limit else 'MISSES'} ± {limit:.0%}"
+            f"  {gauge:18} measured {real:.4g}  simulated {virtual:.4g}  {error:+.1%}  "
+            f"{'holds' if abs(error) <= limit else 'MISSES'} ± {limit:.0%}",
+            flush=True,
         )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--seconds", type=float, help="of each of the two runs")
+    parser.add_argument("--keep", type=Path, help="folder where the runs stay, and are taken from the next time")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        for setting in (SMALL if args.small else GPU) if args.gpu else CPU:
+            changed = replace(setting, seconds=args.seconds or setting.seconds)
+            judge(changed, args.trace, (args.keep or Path(name)) / f"{setting.model}-{setting.speed:g}")
 
 
 if __name__ == "__main__":

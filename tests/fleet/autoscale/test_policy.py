@@ -123,7 +123,7 @@ def test_to_zero_and_back() -> None:
 def test_a_replica_is_started_before_it_is_needed_where_starts_take_long() -> None:
     quick, slow = Service(replicas=2, cooldown_s=30.0), Service(replicas=2, cooldown_s=30.0)
     for _ in range(4):
-        slow.scaler._given_start_s = None
+        slow.scaler.given_start_s = None
         slow.scaler.started(60.0)
     grown: list[int | None] = [None, None]
     for step in range(60):
