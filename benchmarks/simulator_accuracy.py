@@ -4,8 +4,8 @@
     python -m benchmarks.simulator_accuracy --trace AzureLLMInferenceTrace_conv.csv --gpu    0.6B and 8B, one H200
     python -m benchmarks.simulator_accuracy --trace AzureLLMInferenceTrace_conv.csv --gpu --small   that way on a CPU
 
-A server with random weights gets two parts of a public trace over HTTP, one after the other. Step times are fitted to the
-first part; the requests of the second are simulated with them and compared with what its engine measured.
+A server with random weights gets two parts of a public trace over HTTP, one after the other. Step times are fitted to
+the first part; the requests of the second are simulated with them and compared with what its engine measured.
 """
 
 from __future__ import annotations
