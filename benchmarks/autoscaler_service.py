@@ -30,7 +30,7 @@ from armillary.fleet.autoscale.decision_log import Logged, read_log
 from armillary.planning.simulation.fleet_case import fleet_case, replica_limits
 from armillary.serving.load.trace import read_trace
 from armillary.spec.hf.config import to_hf
-from armillary.spec.recipe import read_tables, recipe_from_dict
+from armillary.spec.recipe import Recipe, load_service_recipe, recipe_from_dict
 from armillary.store.home import Home
 from benchmarks.autoscaler_oracle import direction_changes, oracle, slo
 
@@ -47,6 +47,7 @@ max_running = 16
 max_model_len = 2048
 
 [load]
+api = "completions"
 trace = "day.jsonl"
 
 [objective]
@@ -86,10 +87,15 @@ def write_day(path: Path, trace: Path, seconds: float, low: float, peak: float, 
 
 
 def write_model(folder: Path) -> None:
-    """A folder with a config and no weights."""
+    """A folder with a config, a tokenizer of a few words, and no weights."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     config = recipe_from_dict({"model": {"name": "llama-3-8b"}}).model_config()
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(to_hf(config)))
+    words = Tokenizer(models.BPE(vocab={f"Ġw{i}": i for i in range(1000)}, merges=[]))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    words.save(str(folder / "tokenizer.json"))
 
 
 def served(folder: Path, home: Path, seconds: float) -> dict[str, Any]:
@@ -155,8 +161,9 @@ def main() -> None:
 
 def judge(folder: Path, count: int, seconds: float, *, simulated_only: bool) -> None:
     home = Home.at(folder / "home")
-    tables = load_tables(folder)
-    case = fleet_case(tables, model_config(Output("quiet"), home, tables), find_cluster(tables), home)
+    recipe = recipe_of(folder)
+    config = model_config(Output("quiet"), home, recipe)
+    case = fleet_case(recipe, config, find_cluster(recipe), home)
     limits = replica_limits(case)
     cooldown_s = case.autoscale.cooldown_s
     say(f"{count:,} requests in {seconds / 60:.0f} min, {limits.requests_per_s:.2f} requests/s per replica")
@@ -181,14 +188,10 @@ def judge(folder: Path, count: int, seconds: float, *, simulated_only: bool) -> 
     say(f"  {seen['requests']} requests, {failed}, TTFT p99 {ttft_s:.2f} s")
 
 
-def load_tables(folder: Path) -> Any:
-    tables = {name: table for name, table in read_tables(folder / "service.toml").items() if name != "gateway"}
-    recipe = recipe_from_dict(tables)
-    return replace(
-        recipe,
-        model=replace(recipe.model, path=str(folder / "bot")),
-        load=replace(recipe.load, trace=str(folder / "day.jsonl")),
-    )
+def recipe_of(folder: Path) -> Recipe:
+    recipe = load_service_recipe(folder / "service.toml")
+    model = replace(recipe.model, path=str(folder / "bot"))
+    return replace(recipe, model=model, load=replace(recipe.load, trace=str(folder / "day.jsonl")))
 
 
 def say_cost(name: str, met: float, replica_s: float, oracle_s: float, turns: int) -> None:

@@ -67,7 +67,7 @@ def measured_run(home: Path, folder: Path, setting: Setting, part: Path) -> None
     server = subprocess.Popen([*serve, "--device", setting.device, *more], stdout=subprocess.DEVNULL)
     try:
         wait_ready(url, server)
-        sets = [f"load.trace={part}", f"load.trace_speed={setting.speed}", "load.warmup_s=2"]
+        sets = [f"load.trace={part}", f"load.trace_speed={setting.speed}", "load.warmup_s=2", "load.api=completions"]
         sets += [f"load.longest={setting.longest}"] if setting.longest else []
         load = [*armillary, "load", url, "--duration", str(setting.seconds), "-q", "--home", str(home)]
         subprocess.run([*load, *(text for each in sets for text in ("--set", each))], check=True)

@@ -12,7 +12,7 @@ import click
 from armillary.cli.output import Output, path_text
 from armillary.cli.verb_decorator import moved, set_option, verb
 from armillary.errors import BadInput
-from armillary.spec.recipe import Recipe, load_recipe, recipe_from_dict
+from armillary.spec.recipe import Recipe, load_service_recipe, recipe_from_dict
 from armillary.store.home import Home
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def load(
     flags = {"traffic.requests_per_s": rate, "load.concurrency": clients, "traffic.duration_s": duration}
     given = [*overrides, *(f"{name}={value}" for name, value in flags.items() if value is not None)]
     unnamed = {"model": {"name": "served"}}  # the server knows which model it is
-    asked = load_recipe(recipe, given) if recipe else recipe_from_dict(unnamed, given)
+    asked = load_service_recipe(recipe, given) if recipe else recipe_from_dict(unnamed, given)
     hour = _price(asked, given=recipe is not None)
     _more_files()
     report, result = run_load(out, url, _test(asked, search), key=key, search=search)

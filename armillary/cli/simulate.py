@@ -97,12 +97,11 @@ def fleet_case_of(
     """The case, its title, and measured gauges where a run is served again."""
     from armillary.cli.plan.options import find_cluster, model_config
     from armillary.planning.simulation.fleet_case import fleet_case
-    from armillary.spec.recipe import read_tables, recipe_from_dict
+    from armillary.spec.recipe import load_service_recipe
 
     if run is not None:
         return _case_of_run(home, recipe, run, overrides)
-    tables = {name: table for name, table in read_tables(_given(recipe)).items() if name != "gateway"}
-    asked = recipe_from_dict(tables, overrides)
+    asked = load_service_recipe(_given(recipe), overrides)
     config = model_config(Output("quiet"), home, asked)
     return fleet_case(asked, config, find_cluster(asked), home), config.name, {}
 

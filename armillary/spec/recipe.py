@@ -75,6 +75,12 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return recipe_from_dict({name: table for name, table in tables.items() if name != SERVICE_TABLE}, overrides)
 
 
+def load_service_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """The same of a service's file, whose [gateway] is left out."""
+    tables = {name: table for name, table in read_tables(Path(path)).items() if name != "gateway"}
+    return recipe_from_dict(tables, overrides)
+
+
 def read_tables(path: Path) -> dict[str, Any]:
     """The tables of a recipe file, unchecked: a service's has one of the gateway beside a recipe's own."""
     return _parse(_read(path), str(path))
