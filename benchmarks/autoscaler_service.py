@@ -88,14 +88,11 @@ def write_day(path: Path, trace: Path, seconds: float, low: float, peak: float, 
 
 def write_model(folder: Path) -> None:
     """A folder with a config, a tokenizer of a few words, and no weights."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from armillary.model.text.train_tokenizer import train_tokenizer
 
     config = recipe_from_dict({"model": {"name": "llama-3-8b"}}).model_config()
-    folder.mkdir()
+    train_tokenizer(["def main():\n    return 0\n"] * 20, 300).save(folder)
     (folder / "config.json").write_text(json.dumps(to_hf(config)))
-    words = Tokenizer(models.BPE(vocab={f"Ġw{i}": i for i in range(1000)}, merges=[]))
-    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    words.save(str(folder / "tokenizer.json"))
 
 
 def served(folder: Path, home: Path, seconds: float) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def simulated(fitted: Reading, judged: Reading, home: Home) -> FleetOutcome:
 
 def judge(setting: Setting, trace: Path, folder: Path) -> None:
     """Two measured runs, unless they are there, and the comparison."""
-    from benchmarks.server_process import make
+    from benchmarks.engine_start import make
 
     home = Home.at(folder / "home")
     if len(list_runs(home)) < 2:
