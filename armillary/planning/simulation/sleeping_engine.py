@@ -23,8 +23,8 @@ from armillary.planning.simulation.step_cost import StepCost
 from armillary.serving.processes.engine_ipc import EngineConfig, EngineReady, SendQueue
 from armillary.serving.processes.engine_main import RequestReceiver, main, start
 
-TOKEN = 100
-"""every output token; a request ends at its max_tokens"""
+TOKEN = 40
+"""every output token: a letter in byte-level vocabularies, which is streamed at once; a request ends at max_tokens"""
 
 
 @dataclass(frozen=True, kw_only=True)
