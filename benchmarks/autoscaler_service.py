@@ -46,6 +46,9 @@ rehearse = true
 max_running = 16
 max_model_len = 2048
 
+[traffic]
+duration_s = {seconds}
+
 [load]
 api = "completions"
 trace = "day.jsonl"
@@ -152,7 +155,9 @@ def main() -> None:
         folder = Path(name)
         write_model(folder / "bot")
         count = write_day(folder / "day.jsonl", args.trace, seconds, args.low, args.peak, args.cycles)
-        (folder / "service.toml").write_text(RECIPE.format(start_s=args.start, cooldown_s=args.cooldown))
+        (folder / "service.toml").write_text(
+            RECIPE.format(start_s=args.start, cooldown_s=args.cooldown, seconds=seconds)
+        )
         judge(folder, count, seconds, simulated_only=args.simulated)
 
 
