@@ -93,3 +93,12 @@ class LogMoments:
     def variance(self) -> float:
         """Of one value, by the sample."""
         return max(0.0, self.squares - self.total * self.mean) / (self.count - 1)
+
+
+def slope_and_error(times: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
+    """The least-squares slope and its standard error, √(Σ residual² / (n − 2) / Σ (t − mean)²)."""
+    growth, count = slope(times, values), len(times)
+    mid_t, mid_v = sum(times) / count, sum(values) / count
+    spread = sum((t - mid_t) ** 2 for t in times)
+    left = sum((v - mid_v - growth * (t - mid_t)) ** 2 for t, v in zip(times, values, strict=True))
+    return growth, sqrt(left / (count - 2) / spread) if count > 2 and spread else 0.0

@@ -59,7 +59,7 @@ def slo(case: FleetCase, run: FleetRun, warm_s: float = WARM_S) -> float:
 def oracle(case: FleetCase, capacity: float, warm_s: float = WARM_S) -> tuple[FleetRun, float]:
     """The cheapest schedule that keeps the objectives, and its share of the capacity."""
     best: tuple[FleetRun, float] | None = None
-    for percent in range(60, 131, 10):
+    for percent in range(80, 300, 10):
         schedule = planned(case, capacity * percent / 100)
         fleet = replace(case.fleet, replicas=schedule[0][1], start_s=0.0)
         run = SimulatedFleet(case.arrivals, case.system, case.cost, fleet, schedule=schedule).run()
@@ -92,13 +92,14 @@ def main() -> None:
     parser.add_argument("--low", type=float, default=2.0)
     parser.add_argument("--peak", type=float, default=40.0)
     parser.add_argument("--start", type=float, default=45.0)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=Autoscale.target)
     args = parser.parse_args()
     settings = Autoscale(max_replicas=32, target=args.target)
     case = FleetCase(
         system=SYSTEM,
         cost=COST,
-        arrivals=day(60 * args.minutes, args.low, args.peak),
+        arrivals=day(60 * args.minutes, args.low, args.peak, seed=args.seed),
         fleet=Fleet(replicas=1, policy="least-load", start_s=args.start),
         autoscale=settings,
         objective=OBJECTIVE,
@@ -106,11 +107,11 @@ def main() -> None:
     )
     limits = replica_limits(case)
     run = case.run(limits=limits)
-    best, share = oracle(case, limits.requests_per_s)
+    best, share = oracle(case, limits.pooled_per_s or limits.requests_per_s)
     changes = [decision for _, decision in run.decisions if decision.change]
     print(
         f"{len(case.arrivals):,} requests in {run.end_s / 60:.0f} min, "
-        f"{limits.requests_per_s:.2f} requests/s per replica"
+        f"{limits.requests_per_s:.2f} requests/s by one replica, {limits.pooled_per_s:.2f} by each of many"
     )
     print(
         f"autoscaler: SLO {slo(case, run):.2%} after {WARM_S:.0f} s, {run.replica_s / 3600:.2f} replica hours, "

@@ -169,7 +169,7 @@ def judge(folder: Path, count: int, seconds: float, *, simulated_only: bool) -> 
     limits = replica_limits(case)
     cooldown_s = case.autoscale.cooldown_s
     say(f"{count:,} requests in {seconds / 60:.0f} min, {limits.requests_per_s:.2f} requests/s per replica")
-    best, share = oracle(case, limits.requests_per_s, warm_s=WARM_S)
+    best, share = oracle(case, limits.pooled_per_s or limits.requests_per_s, warm_s=WARM_S)
     inside = best.replica_s_between(WARM_S, seconds)
     say(f"oracle: SLO {slo(case, best, WARM_S):.2%}, {inside:.0f} replica seconds at {share:.0%} of the capacity")
     run = case.run(limits=limits)

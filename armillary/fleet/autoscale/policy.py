@@ -2,15 +2,17 @@
 
 Every signal says how many replicas it needs, and the largest counts:
 
-rate        requests per second at the time when a replica started now is ready / (capacity · target)
+rate        r + β·√r, r the requests per second when a replica started now is ready / (capacity · target)
 in flight   requests at replicas / (those of a replica at its capacity · target)
 waiting     ready · waiting per replica / its limit, at most twice the fleet
 KV, GPU     ready · usage / its limit
-latency     ready · latency / objective, where an objective is missed, at most 1.5 × the fleet
+latency     ready · latency / objective, where more than 1 % of the requests since the last change miss one, at most
+            1.5 × the fleet
 
-The rate is extrapolated along its trend by the time that a start takes. Up: at once. Down: to the largest number that a
-decision of the last cooldown needed, and not within a cooldown of a start. Windows as in Knative's autoscaler (stable
-and panic), stabilisation as in Kubernetes' HPA.
+The rate is extrapolated by the time that a start takes, along the least trend that its noise allows. Up: at once. Down:
+to the largest number that a decision of the last cooldown needed, and not within a cooldown of a start. Up again not
+within a cooldown of a stop; in panic, of the first of several. So the direction changes at most once per cooldown.
+Windows as in Knative's autoscaler (stable and panic), stabilisation as in Kubernetes' HPA.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ _STARTS = 8
 """measured starts whose mean counts"""
 _MOST_AHEAD = 1.25
 """rate that is expected over the present one, at most: a step looks like a slope to a window"""
+_TREND = 4.0
+"""stable windows over which the trend of the rate is taken: its error falls with the window to the power of 1.5"""
 _TOLERANCE = 0.05
 """demand this little above a whole number of replicas starts none"""
 
@@ -63,10 +67,11 @@ class Autoscaler:
         self.settings, self.capacity = settings, Capacity(limits)
         self.given_start_s = start_s
         self._starts: deque[float] = deque(maxlen=_STARTS)
-        self._history = SignalHistory(max(settings.stable_window_s, settings.panic_window_s))
+        self._history = SignalHistory(max(_TREND * settings.stable_window_s, settings.panic_window_s))
         self._needed: deque[tuple[float, int]] = deque()  # by the decisions of the last cooldown
         self._panic_until = float("-inf")
-        self._changed_at = self._raised_at = self._lowered_at = float("-inf")
+        self._changed_at = self._raised_at = self._lowered_at = self._turned_at = float("-inf")
+        self._falling = False  # the last change stopped replicas
         self._first_at: float | None = None
         self._busy_at: float | None = None
 
@@ -88,7 +93,10 @@ class Autoscaler:
         if signals.in_flight or signals.arrived_per_s or signals.waiting or self._busy_at is None:
             self._busy_at = now
         self._history.add(signals)
-        self.capacity.learn(signals, stable=now - self._changed_at > settings.stable_window_s)
+        self.capacity.learn(
+            self._history.since(now - settings.stable_window_s),
+            stable=now - self._changed_at > settings.stable_window_s,
+        )
         stable, short = self._needs(signals, settings.stable_window_s), self._needs(signals, settings.panic_window_s)
         if max(short.values()) >= settings.panic * max(1, signals.replicas):
             self._panic_until = now + settings.stable_window_s
@@ -102,20 +110,20 @@ class Autoscaler:
     def _needs(self, signals: Signals, window_s: float) -> dict[str, float]:
         settings, capacity, mean = self.settings, self.capacity, self._history.mean
         ready = max(1, signals.ready)
-        slope = self._history.slope("arrived_per_s", max(window_s, settings.stable_window_s))
+        slope = self._history.least_slope("arrived_per_s", _TREND * settings.stable_window_s)
         rate = mean("arrived_per_s", window_s)
         ahead = max(0.0, slope) * (self.start_s + window_s / 2)  # the mean is as old as half its window
         most = _MOST_AHEAD * mean("arrived_per_s", settings.panic_window_s)
         needs = {
-            "rate": max(rate, min(rate + ahead, most)) / (capacity.requests_per_s * settings.target),
+            "rate": capacity.replicas_for(max(rate, min(rate + ahead, most)), settings.target),
             "in flight": mean("in_flight", window_s) / (capacity.in_flight * settings.target),
             "waiting": min(2.0 * ready, mean("waiting", window_s) / settings.max_waiting),
             "KV": ready * mean("kv_used", window_s) / settings.max_kv_used,
         }
         if settings.max_gpu_used is not None and signals.gpu_used is not None:
             needs["GPU"] = ready * mean("gpu_used", window_s) / settings.max_gpu_used
-        ratio = capacity.latency_ratio(signals)
-        if ratio > 1.0 and not signals.starting:
+        ratio = capacity.missed(self._history.since(max(self._changed_at, signals.now - settings.stable_window_s)))
+        if ratio and not signals.starting:
             needs["latency"] = ready * min(1.5, ratio)
         return needs
 
@@ -160,13 +168,16 @@ class Autoscaler:
         self._needed.append((now, wanted))
         while self._needed[0][0] <= now - settings.cooldown_s:
             self._needed.popleft()
-        if wanted > before and not panic and now - self._lowered_at < settings.cooldown_s and before:
-            wanted, why = before, f"{why}, but replicas were stopped {now - self._lowered_at:.0f} s ago"
+        lowered_s = now - (self._turned_at if panic else self._lowered_at)
+        if wanted > before and before and self._falling and lowered_s < settings.cooldown_s:
+            wanted, why = before, f"{why}, but replicas were stopped {lowered_s:.0f} s ago"
         elif wanted < before:
             wanted, why = self._lowered(signals, wanted, why, panic)
         if wanted == before:
             return Decision(now=now, replicas=before, before=before, reason=why, panic=panic, needs=needs)
         self._changed_at = now
+        if self._falling != (wanted < before):
+            self._falling, self._turned_at = wanted < before, now
         if wanted > before:
             self._raised_at = now
         else:

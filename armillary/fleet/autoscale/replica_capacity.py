@@ -2,17 +2,24 @@
 
 Where replicas miss an objective at a lower rate than planned, the capacity is less; where they keep all objectives at a
 higher one, it is more. The correction moves slowly, so that one bad minute does not double a fleet.
+
+Several replicas behind a router serve more each than one alone, because one that is free takes the next request. As in
+queues with many servers (Halfin and Whitt, 1981), the rate of r replicas that are full needs r + β·√r.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 from armillary.fleet.autoscale.signals import Signals
 
-_DOWN, _UP = 0.9, 1.02
+_DOWN, _UP = 0.97, 1.01
 """factors of the correction per look: a miss counts more than a success"""
 _LEAST, _MOST = 0.25, 4.0
+_LEAST_LATE, _MAY_MISS = 3, 0.01
+"""looks of a window that miss an objective before it counts as missed, and the share of requests that may"""
 _NEAR = 0.9
 """share of the objective below which a latency is kept"""
 
@@ -22,9 +29,11 @@ class Limits:
     """Objectives that count, and what a replica is planned to serve."""
 
     requests_per_s: float
-    """of one replica, within the objectives; by the planner or a load test"""
+    """of a replica that is alone, within the objectives; by the planner or a load test"""
+    pooled_per_s: float | None = None
+    """of each of many replicas behind one router, which even out bursts; none: the same"""
     in_flight: float
-    """requests at one replica at that rate"""
+    """requests at a replica at its rate among many"""
     ttft_s: float | None = None
     itl_s: float | None = None
     usd_per_hour: float = 0.0
@@ -40,7 +49,24 @@ class Capacity:
 
     @property
     def requests_per_s(self) -> float:
-        return self.limits.requests_per_s * self.correction
+        """Of each of many replicas."""
+        return (self.limits.pooled_per_s or self.limits.requests_per_s) * self.correction
+
+    @property
+    def spare(self) -> float:
+        """β: r + β·√r replicas serve the rate of r full ones, as bursts of independent requests even out."""
+        share = self.limits.requests_per_s / (self.limits.pooled_per_s or self.limits.requests_per_s)
+        return max(0.0, 1 - share) / sqrt(share)
+
+    def replicas_for(self, requests_per_s: float, target: float = 1.0) -> float:
+        """That serve a rate at a share `target` of their capacity."""
+        full = requests_per_s / (self.requests_per_s * target)
+        return full + self.spare * sqrt(full)
+
+    def of_fleet(self, replicas: int) -> float:
+        """Requests per second that so many serve: `replicas_for`, inverted."""
+        root = (sqrt(self.spare**2 + 4 * replicas) - self.spare) / 2
+        return root * root * self.requests_per_s
 
     @property
     def in_flight(self) -> float:
@@ -51,13 +77,30 @@ class Capacity:
         limits = ((signals.ttft_p99_s, self.limits.ttft_s), (signals.itl_p99_s, self.limits.itl_s))
         return max((value / limit for value, limit in limits if value is not None and limit), default=0.0)
 
-    def learn(self, signals: Signals, *, stable: bool) -> None:
-        """Correct by one look at a fleet that has not just changed its size (`stable`)."""
-        ratio = self.latency_ratio(signals)
-        if not stable or not signals.ready or not ratio:
+    def missed(self, looks: Sequence[Signals]) -> float:
+        """How far the objectives were missed in a window: the median ratio of the looks that missed one; 0 where these
+        are so few that 99 % of the requests may have kept them. The p99 of a look at n requests is beyond an objective
+        that a request misses with probability q in a share 1 − (1 − q)ⁿ of looks: the fewer requests, the more often
+        it is one of them that was unlucky."""
+        ratios = [ratio for ratio in map(self.latency_ratio, looks) if ratio]
+        late = sorted(ratio for ratio in ratios if ratio > 1.0)
+        if len(late) < _LEAST_LATE:
+            return 0.0
+        seconds = max(1e-9, looks[-1].now - looks[0].now) / max(1, len(looks) - 1)
+        requests = max(1.0, sum(look.arrived_per_s for look in looks) / len(looks) * seconds)
+        share = 1.0 - (1.0 - len(late) / len(ratios)) ** (1 / requests)
+        return late[len(late) // 2] if share > _MAY_MISS else 0.0
+
+    def learn(self, looks: Sequence[Signals], *, stable: bool) -> None:
+        """Correct by the looks of a window, in which the fleet has not changed its size where it is `stable`."""
+        signals = looks[-1]
+        if not stable or not signals.ready or not self.latency_ratio(signals):
             return
-        rate = signals.arrived_per_s / signals.ready
-        if ratio > 1.0 and rate < self.requests_per_s:
-            self.correction = max(_LEAST, self.correction * _DOWN, rate / self.limits.requests_per_s)
-        elif ratio < _NEAR and rate > self.requests_per_s:
-            self.correction = min(_MOST, self.correction * _UP, rate / self.limits.requests_per_s)
+        used = signals.arrived_per_s / self.of_fleet(signals.ready)
+        if self.missed(looks):
+            if used < 1.0:
+                self.correction = max(_LEAST, self.correction * max(_DOWN, used))
+        elif self.correction < 1.0:
+            self.correction = min(1.0, self.correction * _UP)
+        elif used > 1.0 and self.latency_ratio(signals) < _NEAR:
+            self.correction = min(_MOST, self.correction * min(_UP, used))

@@ -1,7 +1,7 @@
-"""A large fleet computed from a capacity curve: replicas are numbers, requests are rates, the autoscaler is the real one.
+"""A large fleet computed from a capacity curve: replicas are numbers, requests are rates, the autoscaler is real.
 
-Every second has the rate of its surroundings; requests beyond what replicas keep up with wait, and are served as soon as
-there is capacity. The distribution of a latency is the mixture of the curve's distributions over all requests.
+Every second has the rate of its surroundings; requests beyond what replicas keep up with wait, and are served as soon
+as there is capacity. The distribution of a latency is the mixture of the curve's distributions over all requests.
 """
 
 from __future__ import annotations

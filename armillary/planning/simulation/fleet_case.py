@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _PROBE_REQUESTS = 400
 """of each simulation that looks for a replica's capacity"""
 _PROBES = 8
+_POOL, _POOL_REQUESTS, _POOL_PROBES = 8, 80, 5
+"""replicas that stand for many, requests of each per simulation, and simulations, from the rate of one alone on"""
 _MET = 0.99
 """share of requests that meet every objective at the capacity"""
 _UNLIMITED_TTFT = 4.0
@@ -109,43 +111,54 @@ def _price(recipe: Recipe, cluster: Cluster, devices: int) -> float | None:
 
 
 def replica_limits(case: FleetCase, *, seed: int = 1) -> Limits:
-    """The highest Poisson rate at which 99 % of the requests meet the objectives at one replica, by bisection with the
-    lengths of the case's own requests."""
+    """The highest Poisson rates at which 99 % of the requests meet the objectives, by bisection with the lengths of the
+    case's own requests: of one replica, and of each of several behind the router."""
     objective = case.objective
     if objective == Objective():
         objective = Objective(ttft_p99_s=_UNLIMITED_TTFT * _alone_s(case))
-    low, high, best = 0.0, 0.0, 1.0
     rate = len(case.arrivals) / max(1e-9, case.arrivals[-1].at_s) if case.arrivals[1:] else 1.0
-    for _ in range(_PROBES):
-        run = _probe(case, rate, seed)
-        good = sum(met(served, run, objective) for served in run.served) >= _MET * len(run.served)
-        if good:
-            low, best = rate, max(1.0, sum(each.end_s - each.arrived_s for each in run.served) / run.end_s)
-        else:
-            high = rate
-        rate = rate * 2 if not high else high / 4 if not low else (low + high) / 2
-    if not low:
+    alone, in_flight = _highest_rate(case, objective, 1, rate, _PROBES, seed)
+    if not alone:
         raise BadInput("even a nearly idle replica misses the objectives; relax them, or raise layout.tp")
+    pooled: float | None = None
+    if case.autoscale.max_replicas is None or case.autoscale.max_replicas > 1:
+        pooled, in_flight = _highest_rate(case, objective, _POOL, alone, _POOL_PROBES, seed)
     return Limits(
-        requests_per_s=low,
-        in_flight=best,
+        requests_per_s=alone,
+        pooled_per_s=max(alone, pooled or 0.0),
+        in_flight=in_flight,
         ttft_s=objective.ttft_p99_s,
         itl_s=objective.itl_p99_s,
         usd_per_hour=case.usd_per_replica_hour or 0.0,
     )
 
 
-def _probe(case: FleetCase, rate: float, seed: int) -> FleetRun:
-    """One replica at a steady rate, with lengths drawn from the case's requests."""
-    count = _PROBE_REQUESTS
-    times = drawn(replace(case.traffic, requests_per_s=rate, seed=seed, shared_prefix=0, arrival="poisson"), count)
-    rng = Random(f"probe {seed}")
-    lengths = rng.choices(case.arrivals, k=count)
+def _highest_rate(
+    case: FleetCase, objective: Objective, replicas: int, rate: float, probes: int, seed: int
+) -> tuple[float, float]:
+    """(requests per second, requests in flight) of each of so many replicas; 0 where none was found."""
+    low, high, in_flight = 0.0, 0.0, 1.0
+    for _ in range(probes):
+        run = _probe(case, rate, replicas, seed)
+        if sum(met(served, run, objective) for served in run.served) >= _MET * len(run.served):
+            low = rate
+            in_flight = max(1.0, sum(each.end_s - each.arrived_s for each in run.served) / run.end_s / replicas)
+        else:
+            high = rate
+        rate = rate * (2 if replicas == 1 else 1.4) if not high else high / 4 if not low else (low + high) / 2
+    return low, in_flight
+
+
+def _probe(case: FleetCase, rate: float, replicas: int, seed: int) -> FleetRun:
+    """Replicas at a steady rate each, with lengths drawn from the case's requests."""
+    count = _PROBE_REQUESTS if replicas == 1 else _POOL_REQUESTS * replicas
+    traffic = replace(case.traffic, requests_per_s=rate * replicas, seed=seed, shared_prefix=0, arrival="poisson")
+    lengths = Random(f"probe {seed}").choices(case.arrivals, k=count)
     arrivals = [
-        replace(each, tokens_in=drawn_from.tokens_in, tokens_out=drawn_from.tokens_out, limit=drawn_from.limit)
-        for each, drawn_from in zip(times, lengths, strict=True)
+        replace(each, tokens_in=like.tokens_in, tokens_out=like.tokens_out, limit=like.limit)
+        for each, like in zip(drawn(traffic, count), lengths, strict=True)
     ]
-    fleet = replace(case.fleet, replicas=1, failures_per_hour=0.0)
+    fleet = replace(case.fleet, replicas=replicas, failures_per_hour=0.0)
     return SimulatedFleet(arrivals, case.system, case.cost, fleet, seed=seed).run()
 
 
