@@ -17,8 +17,8 @@ from armillary.store.home import Home
 from armillary.units import seconds_text
 
 if TYPE_CHECKING:
+    from armillary.planning.simulation.curve_outcome import Outcome
     from armillary.planning.simulation.fleet_case import FleetCase
-    from armillary.planning.simulation.fleet_outcome import FleetOutcome
 
 
 @verb
@@ -82,10 +82,12 @@ def simulate(
 
         return simulate_training(out, home, _given(recipe), overrides, page, trace)
     case, title, measured = fleet_case_of(home, recipe, run, overrides)
-    from armillary.planning.simulation.fleet_outcome import FleetOutcome
+    from armillary.planning.simulation.curve_outcome import outcome_of
 
+    if trace is not None and case.fleet.simulate == "curve":
+        raise BadInput("a fleet that is computed from curves has no single requests to trace; leave --trace out")
     with out.progress("simulating"):
-        outcome = FleetOutcome(case, case.run())
+        outcome = outcome_of(case)
     _say(out, outcome, title, measured)
     _write(out, outcome, title, page, trace)
     out.result({**outcome.plain(), "measured": measured}, quiet=f"{outcome.slo_fraction:.4f}")
@@ -140,11 +142,11 @@ _COMPARED = (
 )  # fmt: skip
 
 
-def _say(out: Output, outcome: FleetOutcome, title: str, measured: dict[str, float]) -> None:
+def _say(out: Output, outcome: Outcome, title: str, measured: dict[str, float]) -> None:
     from armillary.planning.simulation.simulation_page import latency_rows, rate_rows
 
     case, run = outcome.case, outcome.run
-    out.say(f"{title} · {len(case.arrivals):,} requests · {case.fleet.policy} · step times: {case.cost.basis}")
+    out.say(f"{title} · {outcome.requests:,} requests · {case.fleet.policy} · step times: {case.cost.basis}")
     out.table("", ["", "p50", "p90", "p99"], latency_rows(outcome))
     out.fields("", rate_rows(outcome))
     changes = [decision for _, decision in run.decisions if decision.change]
@@ -165,8 +167,9 @@ def _say(out: Output, outcome: FleetOutcome, title: str, measured: dict[str, flo
         out.table("beside the run", ["gauge", "measured", "simulated", "error"], rows)
 
 
-def _write(out: Output, outcome: FleetOutcome, title: str, page: Path | None, trace: Path | None) -> None:
+def _write(out: Output, outcome: Outcome, title: str, page: Path | None, trace: Path | None) -> None:
     from armillary.planning.simulation.chrome_trace import chrome_trace
+    from armillary.planning.simulation.fleet_outcome import FleetOutcome
     from armillary.planning.simulation.simulation_page import page as document
     from armillary.store.atomic import write_text
 
@@ -174,5 +177,6 @@ def _write(out: Output, outcome: FleetOutcome, title: str, page: Path | None, tr
         write_text(page, document(outcome, title))
         out.say(f"wrote {path_text(page)}")
     if trace is not None:
+        assert isinstance(outcome, FleetOutcome), "curves have none"
         write_text(trace, json.dumps(chrome_trace(outcome.run)))
         out.say(f"wrote {path_text(trace)}: open it in https://ui.perfetto.dev")

@@ -82,7 +82,7 @@ def simulate_setting(
             raise BadInput("a training run is simulated from a recipe; give one")
         return {"gauges": dict(simulated_training(home, recipe, changed).gauges)}
     from armillary.cli.simulate import fleet_case_of
-    from armillary.planning.simulation.fleet_outcome import FleetOutcome
+    from armillary.planning.simulation.curve_outcome import outcome_of
 
     case, _, _ = fleet_case_of(home, recipe, run, changed)
-    return FleetOutcome(case, case.run()).plain()
+    return outcome_of(case).plain()

@@ -86,14 +86,15 @@ class CapacityCurve:
         return low.towards(high, (requests_per_s - rates[i - 1]) / (rates[i] - rates[i - 1]))
 
 
-def capacity_curve(case: FleetCase, *, workers: int | None = None) -> CapacityCurve:
-    """The curve of a case's replicas with the lengths of its requests, in parallel processes."""
+def capacity_curve(case: FleetCase, *, requests: int = REQUESTS, workers: int | None = None) -> CapacityCurve:
+    """The curve of a case's replicas with the lengths of its requests, `requests` of each replica at every rate, in
+    parallel processes."""
     if has_shared_prefixes(case.arrivals):
         raise BadInput("curves do not know which replica has a prefix; set fleet.simulate=each for shared prefixes")
     bare = replace(case, arrivals=case.arrivals[:: max(1, len(case.arrivals) // 4000)], fleet=_steady(case))
-    most = highest_rate(bare)
+    most = highest_rate(bare, requests)
     count = min(len(SHARES), usable_cores()) if workers is None else workers
-    ask = partial(_point, bare, most)
+    ask = partial(_point, bare, most, requests)
     if count < 2:
         return CapacityCurve(points=[ask(share) for share in SHARES])
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
@@ -104,10 +105,10 @@ def _steady(case: FleetCase) -> Any:
     return replace(case.fleet, replicas=REPLICAS, failures_per_hour=0.0)
 
 
-def highest_rate(case: FleetCase) -> float:
+def highest_rate(case: FleetCase, requests: int = REQUESTS) -> float:
     """Requests per second that one replica finishes while others wait: between a quarter and three quarters of a
     crowd that arrives at once."""
-    run = _simulated(case, 1e6, REQUESTS, replicas=1)
+    run = _simulated(case, 1e6, requests, replicas=1)
     ends = sorted(served.end_s for served in run.served)
     low, high = len(ends) // 4, 3 * len(ends) // 4
     return (high - low) / max(1e-9, ends[high] - ends[low])
@@ -115,13 +116,8 @@ def highest_rate(case: FleetCase) -> float:
 
 def _simulated(case: FleetCase, rate: float, count: int, *, replicas: int) -> FleetRun:
     """A Poisson stream at so many requests per second and replica, with lengths drawn from the case's requests."""
-    traffic = replace(
-        case.traffic,
-        requests_per_s=rate * replicas,
-        arrival=case.traffic.arrival,
-        shared_prefix=0,
-        seed=case.traffic.seed,
-    )
+    rate_of_all = rate * replicas
+    traffic = replace(case.traffic, requests_per_s=rate_of_all, shared_prefix=0)
     lengths = Random(f"curve {rate}").choices(case.arrivals, k=count * replicas)
     arrivals = [
         replace(at, tokens_in=like.tokens_in, tokens_out=like.tokens_out, limit=like.limit)
@@ -130,11 +126,11 @@ def _simulated(case: FleetCase, rate: float, count: int, *, replicas: int) -> Fl
     return SimulatedFleet(arrivals, case.system, case.cost, replace(case.fleet, replicas=replicas)).run()
 
 
-def _point(case: FleetCase, most: float, share: float) -> CurvePoint:
+def _point(case: FleetCase, most: float, requests: int, share: float) -> CurvePoint:
     """The steady part of a simulation: without its begin, and without the end in which replicas empty."""
     rate = most * share
-    run = _simulated(case, rate, REQUESTS, replicas=REPLICAS)
-    begin, end = WARM * REQUESTS / rate, REQUESTS / rate
+    run = _simulated(case, rate, requests, replicas=REPLICAS)
+    begin, end = WARM * requests / rate, requests / rate
     served = [each for each in run.served if begin <= each.arrived_s < end]
     looks = [look for look in run.timeline if begin <= look.now < end] or run.timeline[-1:]
     times = [latencies(each) for each in served]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from armillary.spec.recipe import Recipe
     from armillary.store.home import Home
 
+_MOST_ARRIVALS = 200_000
 _PROBE_REQUESTS = 400
 """of each simulation that looks for a replica's capacity"""
 _PROBES = 8
@@ -55,15 +56,19 @@ class FleetCase:
     traffic: Traffic
     usd_per_replica_hour: float | None = None
     """none: no price is known"""
+    requests_per_arrival: float = 1.0
+    """requests that an arrival stands for, where curves are used"""
 
     def run(self, *, limits: Limits | None = None, seed: int = 0) -> FleetRun:
         """Simulate it; `limits` of a replica are found by simulation where they are needed and not given."""
-        autoscaler = None
-        if self.autoscale.is_on:
-            limits = limits or replica_limits(self)
-            autoscaler = Autoscaler(self.autoscale, limits, start_s=self.fleet.start_s)
-        fleet = self.fleet
-        return SimulatedFleet(self.arrivals, self.system, self.cost, fleet, autoscaler=autoscaler, seed=seed).run()
+        scaler, fleet = self.autoscaler(limits), self.fleet
+        return SimulatedFleet(self.arrivals, self.system, self.cost, fleet, autoscaler=scaler, seed=seed).run()
+
+    def autoscaler(self, limits: Limits | None = None) -> Autoscaler | None:
+        """A new one; None where it is off."""
+        if not self.autoscale.is_on:
+            return None
+        return Autoscaler(self.autoscale, limits or replica_limits(self), start_s=self.fleet.start_s)
 
 
 def fleet_case(
@@ -77,7 +82,13 @@ def fleet_case(
     arrivals: Sequence[Arrival] | None = None,
 ) -> FleetCase:
     """The recipe's service; measured step times, KV cache and requests take the place of planned ones."""
-    serve, arrivals = recipe.serve, arrivals_of(recipe.traffic, recipe.load) if arrivals is None else arrivals
+    serve, weight = recipe.serve, 1.0
+    if arrivals is None:
+        weight = _thinned(recipe)
+        traffic = replace(recipe.traffic, requests_per_s=recipe.traffic.requests_per_s / weight)
+        ramp_to = recipe.load.ramp_to
+        load = replace(recipe.load, ramp_to=None if ramp_to is None else ramp_to / weight)
+        arrivals = arrivals_of(traffic, load)
     devices = recipe.layout.tp * recipe.layout.pp * recipe.layout.ep
     if cost is None or kv_tokens is None:
         server = server_of(serving_request(recipe, config, cluster, home), recipe.layout)
@@ -98,7 +109,16 @@ def fleet_case(
         objective=recipe.objective,
         traffic=recipe.traffic,
         usd_per_replica_hour=_price(recipe, cluster, devices),
+        requests_per_arrival=weight,
     )
+
+
+def _thinned(recipe: Recipe) -> float:
+    """Requests that an arrival stands for: with curves, more than `_MOST_ARRIVALS` would not say more."""
+    if recipe.fleet.simulate == "each" or recipe.load.trace or recipe.load.requests is not None:
+        return 1.0
+    mean = (recipe.traffic.requests_per_s + (recipe.load.ramp_to or recipe.traffic.requests_per_s)) / 2
+    return max(1.0, mean * recipe.traffic.duration_s / _MOST_ARRIVALS)
 
 
 def _price(recipe: Recipe, cluster: Cluster, devices: int) -> float | None:

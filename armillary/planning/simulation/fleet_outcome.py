@@ -14,6 +14,7 @@ from armillary.planning.simulation.request_slo import latencies, met
 from armillary.stats import percentile
 
 PERCENTS = (50, 90, 99)
+_POINTS = 400
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,24 @@ class FleetOutcome:
     def met(self) -> list[bool]:
         """Per served request, whether it met every objective."""
         return [met(served, self.run, self.case.objective) for served in self.run.served]
+
+    @cached_property
+    def ttfts(self) -> list[tuple[float, float]]:
+        """(TTFT, share of the requests with at most that)."""
+        values = sorted(each.first_s - each.arrived_s for each in self.run.served)
+        step = max(1, len(values) // _POINTS)
+        return [(values[i], (i + 1) / len(values)) for i in range(0, len(values), step)]
+
+    @property
+    def started(self) -> int:
+        """Replicas, those of the begin included."""
+        return len(self.run.lives)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Requests that were lost, or sent twice, by why."""
+        run = self.run
+        return {"refused": run.refused, "broken": run.broken, "unserved": run.unserved, "retried": run.retried}
 
     @property
     def requests(self) -> int:
@@ -99,10 +118,7 @@ class FleetOutcome:
         run = self.run
         return {
             "requests": self.requests,
-            "refused": run.refused,
-            "broken": run.broken,
-            "retried": run.retried,
-            "unserved": run.unserved,
+            **self.losses,
             "simulated_s": run.end_s,
             "steps": sum(life.engine.num_steps for life in run.lives),
             "step_time": self.case.cost.basis,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from armillary.planning.simulation.fleet_outcome import FleetOutcome
+from armillary.planning.simulation.curve_outcome import Outcome
 from armillary.report.charts import SHARE_TICKS, lines, share_text
 from armillary.report.page import document, heading, items, paragraph, section, table
 from armillary.units import seconds_text
 
-_POINTS = 400
 LATENCIES = {
     "ttft": "time to first token",
     "itl": "inter-token latency",
@@ -17,7 +16,7 @@ LATENCIES = {
 }
 
 
-def latency_rows(outcome: FleetOutcome) -> list[tuple[str, ...]]:
+def latency_rows(outcome: Outcome) -> list[tuple[str, ...]]:
     """Name, p50, p90, p99."""
     gauges = outcome.gauges
     return [
@@ -27,7 +26,7 @@ def latency_rows(outcome: FleetOutcome) -> list[tuple[str, ...]]:
     ]
 
 
-def rate_rows(outcome: FleetOutcome) -> list[tuple[str, str]]:
+def rate_rows(outcome: Outcome) -> list[tuple[str, str]]:
     """Rates, goodput, losses and cost."""
     run, gauges = outcome.run, outcome.gauges
     rows = [
@@ -35,12 +34,18 @@ def rate_rows(outcome: FleetOutcome) -> list[tuple[str, str]]:
         ("output tokens per second", f"{gauges.get('tokens_out_per_s', 0.0):,.0f}"),
         ("goodput", f"{gauges.get('goodput_requests_per_s', 0.0):.3g} requests/s"),
         ("objectives met", f"{outcome.slo_fraction:.2%} of requests"),
-        ("prefix cache", f"{gauges.get('prefix_hit_fraction', 0.0):.1%} of prompt tokens"),
+        *(
+            [("prefix cache", f"{gauges['prefix_hit_fraction']:.1%} of prompt tokens")]
+            if "prefix_hit_fraction" in gauges
+            else []
+        ),
         ("replicas", f"{gauges['replicas']:.2f} on average, {gauges['replica_hours']:.3g} replica hours"),
         ("busy", f"{gauges.get('busy_fraction', 0.0):.0%} of that time"),
     ]
-    lost = {"refused": run.refused, "broken streams": run.broken, "no replica": run.unserved, "retried": run.retried}
-    rows += [(name, f"{count:,}") for name, count in lost.items() if count]
+    if "prefix_hit_fraction" in gauges:
+        rows.append(("prefix cache", f"{gauges['prefix_hit_fraction']:.1%} of prompt tokens"))
+    names = {"broken": "broken streams", "unserved": "no replica"}
+    rows += [(names.get(name, name), f"{count:,}") for name, count in outcome.losses.items() if count]
     if "usd" in gauges:
         million = gauges.get("usd_per_million_tokens_out")
         per = f", ${million:.3g} per million output tokens" if million is not None else ""
@@ -48,9 +53,9 @@ def rate_rows(outcome: FleetOutcome) -> list[tuple[str, str]]:
     return rows
 
 
-def page(outcome: FleetOutcome, title: str, *, notes: tuple[str, ...] = ()) -> str:
+def page(outcome: Outcome, title: str, *, notes: tuple[str, ...] = ()) -> str:
     """The complete document."""
-    run, case = outcome.run, outcome.case
+    case = outcome.case
     below = f"{case.fleet.policy} routing, step times: {case.cost.basis}"
     parts = [
         heading(f"Simulation of {title}", below),
@@ -59,12 +64,12 @@ def page(outcome: FleetOutcome, title: str, *, notes: tuple[str, ...] = ()) -> s
         section("Over time", _over_time(outcome)),
         section("Distribution of TTFT", _ttft(outcome)),
         section("Scaling decisions", _decisions(outcome)),
-        section("Notes", items(notes) or paragraph(f"{len(run.lives)} replicas were started.")),
+        section("Notes", items(notes) or paragraph(f"{outcome.started:,} replicas were started.")),
     ]
     return document(f"{title}: simulation", parts)
 
 
-def _over_time(outcome: FleetOutcome) -> str:
+def _over_time(outcome: Outcome) -> str:
     samples = outcome.run.timeline
     series = {
         "replicas": (
@@ -84,16 +89,18 @@ def _over_time(outcome: FleetOutcome) -> str:
     return "".join(plots)
 
 
-def _ttft(outcome: FleetOutcome) -> str:
-    values = sorted(each.first_s - each.arrived_s for each in outcome.run.served)
-    step = max(1, len(values) // _POINTS)
-    points = [(values[i], (i + 1) / len(values)) for i in range(0, len(values), step)]
+def _ttft(outcome: Outcome) -> str:
     return lines(
-        [("TTFT", points)], label="TTFT", x_name="TTFT", x_text=seconds_text, y_text=share_text, y_ticks=SHARE_TICKS
+        [("TTFT", outcome.ttfts)],
+        label="TTFT",
+        x_name="TTFT",
+        x_text=seconds_text,
+        y_text=share_text,
+        y_ticks=SHARE_TICKS,
     )
 
 
-def _decisions(outcome: FleetOutcome) -> str:
+def _decisions(outcome: Outcome) -> str:
     rows = [
         (seconds_text(decision.now), str(decision.before), str(decision.replicas), decision.reason)
         for _, decision in outcome.run.decisions

@@ -19,6 +19,9 @@ class Fleet:
     """routing: prefix: the replica that has seen the longest part of the prompt, unless it is busier than others"""
     start_s: float | None = None
     """time from starting a replica until it is ready; none: the mean of those measured so far, at first 60 s"""
+    simulate: Literal["each", "curve"] = "each"
+    """simulation: each: every replica; curve: a few replicas at rates from nearly idle to full, from which a fleet of
+    any size is computed (without shared prefixes)"""
     failures_per_hour: float = 0.0
     """simulation: failures of each replica per hour; a failed one is replaced after fleet.detect_s and start_s"""
     detect_s: float = 5.0
