@@ -1,6 +1,7 @@
 """How fast `armillary simulate` is, and that larger fleets agree with per-replica curves; see simulator.md.
 
 python benchmarks/simulator_speed.py --trace AzureLLMInferenceTrace_conv.csv [--requests 400] [--replicas 1]
+python benchmarks/simulator_speed.py --trace AzureLLMInferenceTrace_conv.csv --replicas 20 --curve
 """
 
 from __future__ import annotations
@@ -11,18 +12,27 @@ from dataclasses import replace
 from pathlib import Path
 
 from armillary.engine.scheduler.settings import Settings
+from armillary.planning.simulation.capacity_curve import capacity_curve
+from armillary.planning.simulation.curve_fleet import CurveFleet
+from armillary.planning.simulation.curve_outcome import CurveOutcome
+from armillary.planning.simulation.fleet_case import FleetCase
+from armillary.planning.simulation.fleet_outcome import FleetOutcome
+from armillary.planning.simulation.fleet_run import FleetRun
 from armillary.planning.simulation.replayed_requests import Arrival
 from armillary.planning.simulation.simulated_engine import System, simulate
 from armillary.planning.simulation.simulated_fleet import SimulatedFleet
 from armillary.planning.simulation.step_cost import StepCost
 from armillary.serving.load.trace import read_trace
-from armillary.spec.tables.fleet import Fleet
+from armillary.spec.tables.fleet import Autoscale, Fleet
+from armillary.spec.tables.serve import Objective, Traffic
 
 COSTS = {
     "8B on an H200": StepCost(base_s=0.0045, prefill_s=2.6e-5, decode_s=2e-5, context_s=3e-8, waits=True),
     "70B on 4 H200": StepCost(base_s=0.014, prefill_s=6e-5, decode_s=6e-5, context_s=6e-8, waits=True),
 }
 """step times of about these deployments, by the planner"""
+COMPARED = ("ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "e2e_p50_s", "e2e_p99_s")
+COMPARED += ("tokens_out_per_s", "goodput_requests_per_s", "usd")
 SYSTEM = System(settings=Settings(max_model_len=32_768, vocab=100), num_blocks=40_000, streamed=True)
 
 
@@ -43,12 +53,35 @@ def arrivals_of(trace: Path, rate: float, count: int) -> list[Arrival]:
     ]
 
 
+def beside_curve(arrivals: list[Arrival], cost: StepCost, fleet: Fleet, run: FleetRun) -> None:
+    """The same fleet computed from a capacity curve."""
+    case = FleetCase(
+        system=SYSTEM,
+        cost=cost,
+        arrivals=arrivals,
+        fleet=fleet,
+        autoscale=Autoscale(),
+        objective=Objective(ttft_p99_s=2.0),
+        traffic=Traffic(),
+        usd_per_replica_hour=4.0,
+    )
+    begin = time.perf_counter()
+    curve = capacity_curve(case)
+    computed = CurveOutcome(case, CurveFleet(case, curve).run())
+    print(f"  from a curve in {time.perf_counter() - begin:.1f} s, up to {curve.most_per_s:.1f} requests/s per replica")
+    full = FleetOutcome(case, run)
+    for name in COMPARED:
+        one, other = full.gauges[name], computed.gauges[name]
+        print(f"    {name:24} every replica {one:.4g}  curve {other:.4g}  {other / one - 1:+.1%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=400, help="per replica")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--slow", action="store_true", help="the whole engine, as before stretches were planned, too")
+    parser.add_argument("--curve", action="store_true", help="the same from a capacity curve, and the difference")
     args = parser.parse_args()
     arrivals = arrivals_of(args.trace, 8.0 * args.replicas, args.requests * args.replicas)
     for name, cost in COSTS.items():
@@ -61,6 +94,8 @@ def main() -> None:
             f"{name}: {run.end_s:.0f} s of {args.replicas} replicas at 8 requests/s each in {wall:.1f} s "
             f"(CPU {cpu:.1f} s): {simulated / wall:.0f} × real time per core, {simulated / cpu:.0f} × of CPU time"
         )
+        if args.curve:
+            beside_curve(arrivals, cost, fleet, run)
         if args.slow and args.replicas == 1:
             begin = time.perf_counter()
             simulate(arrivals, replace(SYSTEM, prefix=False), cost)
