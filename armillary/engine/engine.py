@@ -82,6 +82,7 @@ class Engine:
         self._expert_counts: Any = None  # as last read
         self._open: dict[int, dict[str, float]] = {}  # records of the steps in flight
         self._ended_at: float | None = None  # end of the last step, where the next follows at once
+        self._busy_s = 0.0
 
     @property
     def busy(self) -> bool:
@@ -107,6 +108,7 @@ class Engine:
             self._open.clear()
             return self.end(self.loop.fail(str(error)))
         now = self.loop.clock()
+        self._busy_s += now - begin
         deltas = self.output_processor.take(decision, outcome, now)
         if self._record is not None:
             self._record_step(decision, now - begin, len(outcome.finished), self._record)
@@ -117,7 +119,7 @@ class Engine:
         """Gauges of the scheduler and of the experts; called in the engine's thread."""
         if self._experts is not None and not self.busy:
             self._expert_counters().refresh()
-        return state_gauges(self.scheduler) | self._expert_gauges()
+        return state_gauges(self.scheduler) | {"busy_s_total": self._busy_s} | self._expert_gauges()
 
     def _expert_gauges(self) -> dict[str, Any]:
         """By the last copy of the executor's counters; none for a model without experts."""

@@ -234,6 +234,7 @@ _PRODUCT: _Rows = (
     ("arrived_s", "s", "arrival time of a request on the engine's clock"),
     ("tokens_limit", "tokens", "most tokens that the completion of a request may have"),
     ("requests_total", "requests", "requests finished"),
+    ("busy_s_total", "s", "time in which an engine step was running"),
     ("aborted_total", "requests", "requests whose client disconnected or whose deadline passed"),
     ("rejected_total", "requests", "requests rejected because the queue was full"),
     ("errors_total", "requests", "requests that ended in an error"),

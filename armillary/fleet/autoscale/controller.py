@@ -31,6 +31,7 @@ SLOW_S = 60.0
 """time for which a replica's streams may be far behind those of others, which work; then it is replaced, too"""
 _FAILED_STARTS = 3
 """starts in a row that may fail; then the service ends"""
+_BUSY = "busy_s_total"
 _SHOWN, _HISTORY = 50, 360
 """decisions and past signals that the page shows"""
 _LOOKS_EVERY_S = 5.0
@@ -261,13 +262,17 @@ class Controller:
         urls = {name: routed.url for name, routed in self.routed.items()}
         pages = await asyncio.to_thread(pages_of, urls)
         latencies: dict[str, list[dict[float, float]]] = {"ttft_s": [], "itl_s": []}
+        now, busy = time.monotonic(), list[float]()
+        since = max(1e-6, now - self._looked_at)
         for name, page in pages.items():
             routed = self.routed[name]
+            if routed.page is not None:
+                busy.append(min(1.0, max(0.0, page.gauge(_BUSY) - routed.page.gauge(_BUSY)) / since))
             for key, histograms in latencies.items():
                 histograms.append(page.since(key, routed.page or page))
             routed.page = page
-        now, parked = time.monotonic(), self._gateway.parked[self.model]
-        arrived, since = self._arrived() + parked, max(1e-6, now - self._looked_at)
+        parked = self._gateway.parked[self.model]
+        arrived = self._arrived() + parked
         per_s, self._picked, self._looked_at = (arrived - self._picked) / since, arrived, now
         queue = self._models.queue(self.model)
         staying = self.regular()
@@ -283,6 +288,7 @@ class Controller:
             kv_used=sum(page.gauge("kv_used_fraction") for page in pages.values()) / len(pages) if pages else 0.0,
             ttft_p99_s=quantile(latencies["ttft_s"], 0.99),
             itl_p99_s=quantile(latencies["itl_s"], 0.99),
+            gpu_used=sum(busy) / len(busy) if busy else None,
         )
 
     def _arrived(self) -> int:

@@ -33,7 +33,8 @@ class Signals:
     """none: no request had its first token"""
     itl_p99_s: float | None = None
     gpu_used: float | None = None
-    """mean GPU utilisation; none: not known"""
+    """mean GPU utilisation: share of the time since the last look in which an engine step was running; none: not
+    known"""
 
     @property
     def replicas(self) -> int:

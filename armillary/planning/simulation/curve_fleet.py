@@ -153,6 +153,7 @@ class CurveFleet:
             kv_used=look.kv_used,
             ttft_p99_s=float(point.ttft_s[p99]) + wait_s if arrived_per_s else None,
             itl_p99_s=float(point.gap_s[p99]) if arrived_per_s else None,
+            gpu_used=point.busy,
         )
         decision = self._autoscaler.decide(signals)
         self._run.decisions.append((signals, decision))

@@ -36,6 +36,7 @@ class Life:
     state: str = "starting"  # starting, ready, draining, failed, stopped
     looked_ttfts: int = 0
     looked_gaps: int = 0
+    looked_busy_s: float = 0.0
 
 
 @dataclass(kw_only=True)

@@ -219,13 +219,15 @@ class SimulatedFleet:
 
     def _signals(self, now: float) -> Signals:
         ready = [life for life in self._live if life.state in ("ready", "draining")]
-        ttfts, gaps, weights = list[float](), list[float](), list[float]()
+        ttfts, gaps, weights, busy_s = list[float](), list[float](), list[float](), 0.0
         for life in ready:
             engine = life.engine
             ttfts += engine.ttfts[life.looked_ttfts :]
             gaps += engine.gaps[life.looked_gaps :]
             weights += engine.gap_weights[life.looked_gaps :]
             life.looked_ttfts, life.looked_gaps = len(engine.ttfts), len(engine.gaps)
+            busy_s += engine.busy_s - life.looked_busy_s
+            life.looked_busy_s = engine.busy_s
         arrived, self._arrived = self._arrived, 0
         look = self._now(now)
         since, self._looked_at = max(1e-9, now - self._looked_at), now
@@ -239,6 +241,7 @@ class SimulatedFleet:
             kv_used=look.kv_used,
             ttft_p99_s=percentile(ttfts, 99) if ttfts else None,
             itl_p99_s=percentile(gaps, 99, weights) if gaps else None,
+            gpu_used=min(1.0, busy_s / since / len(ready)) if ready else None,
         )
 
     def _now(self, now: float) -> Look:

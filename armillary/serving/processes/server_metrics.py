@@ -24,6 +24,7 @@ _OF_SOME_ENGINES = (
 )
 """of models with experts; of speculative decoding"""
 _ENGINE_TOTALS = (
+    "busy_s_total",
     "preemptions_total",
     "recomputed_total",
     "prefix_queries_total",

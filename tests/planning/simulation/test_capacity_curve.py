@@ -77,5 +77,5 @@ def test_rates_are_means_over_their_surroundings() -> None:
 
 def test_shared_prefixes_need_every_replica() -> None:
     arrivals = drawn(replace(TRAFFIC, shared_prefix=32), 100)
-    with pytest.raises(BadInput, match="fleet.simulate=each"):
+    with pytest.raises(BadInput, match=r"fleet\.simulate=each"):
         capacity_curve(replace(CASE, arrivals=arrivals))
