@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log, sqrt
+from typing import NamedTuple
 
 
 def percentile(values: Sequence[float], percent: float, weights: Sequence[float] | None = None) -> float:
@@ -95,10 +96,17 @@ class LogMoments:
         return max(0.0, self.squares - self.total * self.mean) / (self.count - 1)
 
 
-def slope_and_error(times: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
+class Slope(NamedTuple):
+    """A trend per second, and its standard error."""
+
+    slope: float
+    error: float
+
+
+def fitted_slope(times: Sequence[float], values: Sequence[float]) -> Slope:
     """The least-squares slope and its standard error, √(Σ residual² / (n − 2) / Σ (t − mean)²)."""
     growth, count = slope(times, values), len(times)
     mid_t, mid_v = sum(times) / count, sum(values) / count
     spread = sum((t - mid_t) ** 2 for t in times)
     left = sum((v - mid_v - growth * (t - mid_t)) ** 2 for t, v in zip(times, values, strict=True))
-    return growth, sqrt(left / (count - 2) / spread) if count > 2 and spread else 0.0
+    return Slope(growth, sqrt(left / (count - 2) / spread) if count > 2 and spread else 0.0)

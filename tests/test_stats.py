@@ -7,7 +7,7 @@ import pytest
 from armillary.engine.bench import measure
 from armillary.planning.simulation import request_stats
 from armillary.serving.load import summary
-from armillary.stats import estimate, percentile
+from armillary.stats import estimate, fitted_slope, percentile
 
 
 def test_a_percentile_is_the_nearest_rank() -> None:
@@ -38,3 +38,10 @@ def test_predicted_and_measured_percentiles_are_the_same_statistic() -> None:
 def test_intervals_are_student_s() -> None:
     assert estimate([1.0, 3.0]).half_width == pytest.approx(12.706, abs=1e-3)
     assert estimate([7.0]).half_width is None
+
+
+def test_a_slope_knows_its_error() -> None:
+    exact = fitted_slope([0.0, 1.0, 2.0, 3.0], [1.0, 3.0, 5.0, 7.0])
+    assert exact.slope == pytest.approx(2.0) and exact.error == pytest.approx(0.0, abs=1e-12)
+    noisy = fitted_slope([0.0, 1.0, 2.0, 3.0], [1.0, 0.0, 1.0, 0.0])
+    assert noisy.error == pytest.approx((0.8 / 2 / 5) ** 0.5) and noisy.slope == pytest.approx(-0.2)

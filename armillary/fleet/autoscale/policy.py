@@ -110,7 +110,8 @@ class Autoscaler:
     def _needs(self, signals: Signals, window_s: float) -> dict[str, float]:
         settings, capacity, mean = self.settings, self.capacity, self._history.mean
         ready = max(1, signals.ready)
-        slope = self._history.least_slope("arrived_per_s", _TREND * settings.stable_window_s)
+        long, short = (self._history.slope("arrived_per_s", n * settings.stable_window_s) for n in (_TREND, 1.0))
+        slope = min(long.slope - long.error, short.slope)  # a step within the long window is none any more
         rate = mean("arrived_per_s", window_s)
         ahead = max(0.0, slope) * (self.start_s + window_s / 2)  # the mean is as old as half its window
         most = _MOST_AHEAD * mean("arrived_per_s", settings.panic_window_s)

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from armillary.stats import slope_and_error
-
-_ERRORS = 1.0
-"""standard errors by which a trend must exceed zero"""
+from armillary.stats import Slope, fitted_slope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +59,8 @@ class SignalHistory:
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if known else 0.0
 
-    def least_slope(self, name: str, window_s: float) -> float:
-        """Growth of a signal per second over the window that is beyond its noise: the regression's less a standard
-        error; 0 with fewer than four samples. A few random requests more are no trend."""
+    def slope(self, name: str, window_s: float) -> Slope:
+        """Growth of a signal per second, by linear regression over the window; 0 with fewer than four samples."""
         samples = self.since(self._signals[-1].now - window_s)
         values = [getattr(each, name) or 0.0 for each in samples]
-        if len(samples) < 4:
-            return 0.0
-        growth, error = slope_and_error([each.now for each in samples], values)
-        return max(0.0, growth - _ERRORS * error)
+        return fitted_slope([each.now for each in samples], values) if len(samples) > 3 else Slope(0.0, 0.0)
