@@ -37,11 +37,11 @@ STEP_S = 15.0
 """interval of the oracle"""
 
 
-def day(seconds: float, low: float, peak: float, *, seed: int = 0) -> list[Arrival]:
-    """Poisson requests whose rate goes from low to peak and back twice."""
+def day(seconds: float, low: float, peak: float, cycles: int, *, seed: int = 0) -> list[Arrival]:
+    """Poisson requests whose rate goes from low to peak and back, so many times."""
     rng, now, arrivals = Random(seed), 0.0, list[Arrival]()
     while (now := now + rng.expovariate(peak)) < seconds:
-        rate = low + (peak - low) * (1 - cos(4 * pi * now / seconds)) / 2
+        rate = low + (peak - low) * (1 - cos(2 * pi * cycles * now / seconds)) / 2
         if rng.random() < rate / peak:
             tokens_in, out = round(rng.lognormvariate(5.8, 0.7)), max(1, round(rng.lognormvariate(4.2, 0.7)))
             number = len(arrivals) + 1
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--low", type=float, default=2.0)
     parser.add_argument("--peak", type=float, default=40.0)
     parser.add_argument("--start", type=float, default=45.0)
+    parser.add_argument("--cycles", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=Autoscale.target)
     args = parser.parse_args()
@@ -99,7 +100,7 @@ def main() -> None:
     case = FleetCase(
         system=SYSTEM,
         cost=COST,
-        arrivals=day(60 * args.minutes, args.low, args.peak, seed=args.seed),
+        arrivals=day(60 * args.minutes, args.low, args.peak, args.cycles, seed=args.seed),
         fleet=Fleet(replicas=1, policy="least-load", start_s=args.start),
         autoscale=settings,
         objective=OBJECTIVE,

@@ -43,7 +43,7 @@ def run(tmp_path: Path, *args: str) -> dict[str, object]:
 
 def test_a_recipe(tmp_path: Path, recipe: Path) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
-    answer = run(tmp_path, str(recipe), "--replicas", "2", "--page", str(page), "--trace", str(trace))
+    answer = run(tmp_path, str(recipe), "--set", "fleet.replicas=2", "--page", str(page), "--trace", str(trace))
     gauges = answer["gauges"]
     assert isinstance(gauges, dict) and gauges["slo_met_fraction"] == 1.0 and 0 < gauges["ttft_p50_s"] < 0.2
     assert gauges["replicas"] == pytest.approx(2.0) and gauges["usd"] > 0
