@@ -29,6 +29,7 @@ class Faults:
     days: float = 14.0
     """longest run that is played through; it ends earlier with its last step"""
     seed: int = 0
+    """of failures, slow devices and noise"""
 
     def __post_init__(self) -> None:
         above_zero(self, "faults", "device_mtbf_h", "checkpoint_interval_s", "straggler_mtbf_h", "straggler_s", "days")
