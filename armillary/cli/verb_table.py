@@ -33,7 +33,7 @@ _ROWS = (
     Verb(
         "report", "armillary.cli.report:report", "plan", "Write a plan as Word, Excel, PDF, PowerPoint, HTML, Markdown."
     ),
-    Verb("simulate", "armillary.cli.simulate:simulate", "plan", "A service on a virtual clock: latencies, SLOs, cost."),
+    Verb("simulate", "armillary.cli.simulate.simulate:simulate", "plan", "A service, or training, on a virtual clock."),
     Verb("import", "armillary.cli.import_recipe:import_", "plan", "Make a recipe of another trainer's configuration."),
     Verb("bench", "armillary.cli.bench.bench:bench", "inner", "Measure what this machine can reach, and keep it."),
     Verb(

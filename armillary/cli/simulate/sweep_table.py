@@ -76,12 +76,12 @@ def simulate_setting(
     """One setting of a sweep, in a process of its own."""
     changed = (*overrides, *setting)
     if purpose == "train":
-        from armillary.cli.simulate_training import simulated_training
+        from armillary.cli.simulate.training_side import simulated_training
 
         if recipe is None:
             raise BadInput("a training run is simulated from a recipe; give one")
         return {"gauges": dict(simulated_training(home, recipe, changed).gauges)}
-    from armillary.cli.simulate import fleet_case_of
+    from armillary.cli.simulate.simulate import fleet_case_of
     from armillary.planning.simulation.curve_outcome import outcome_of
 
     case, _, _ = fleet_case_of(home, recipe, run, changed)

@@ -70,15 +70,15 @@ def simulate(
     on the same signals.
     """
     if replay is not None:
-        from armillary.cli.simulate_replay import replay_log
+        from armillary.cli.simulate.decision_replay import replay_log
 
         return replay_log(out, replay, recipe, overrides)
     if sweeps:
-        from armillary.cli.simulate_sweep import sweep
+        from armillary.cli.simulate.sweep_table import sweep
 
         return sweep(out, home, recipe, run, purpose, overrides, sweeps, ray)
     if purpose == "train":
-        from armillary.cli.simulate_training import simulate_training
+        from armillary.cli.simulate.training_side import simulate_training
 
         return simulate_training(out, home, _given(recipe), overrides, page, trace)
     case, title, measured = fleet_case_of(home, recipe, run, overrides)

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from armillary.cli.simulate import simulate
+from armillary.cli.simulate.simulate import simulate
+from armillary.fleet.autoscale.decision_log import Logged, Started, append
+from armillary.fleet.autoscale.policy import Autoscaler
+from armillary.fleet.autoscale.replica_capacity import Limits
+from armillary.fleet.autoscale.signals import Signals
+from armillary.spec.tables.fleet import Autoscale
 
 RECIPE = """
 [model]
@@ -67,3 +72,33 @@ def test_what_cannot_be_simulated_is_said_in_a_line(recipe: Path) -> None:
     for args, words in ((["--sweep", "serve.max_running=4"], "two values"), ([], "give a recipe")):
         result = CliRunner().invoke(simulate, [*([str(recipe)] if args else []), *args])
         assert result.exit_code != 0 and words in str(result.exception)
+
+
+def test_an_autoscalers_log_is_decided_again(tmp_path: Path) -> None:
+    log, limits = tmp_path / "decisions.jsonl", Limits(requests_per_s=10.0, in_flight=8.0)
+    settings = Autoscale(max_replicas=8, cooldown_s=10.0, stable_window_s=10.0)
+    scaler, replicas = Autoscaler(settings, limits, start_s=0.0), 1
+    append(log, Started(settings=settings, limits=limits, start_s=0.0))
+    for second in range(0, 200, 5):
+        signals = Signals(now=float(second), ready=replicas, arrived_per_s=30.0 if second < 100 else 5.0)
+        decision = scaler.decide(signals)
+        append(log, Logged(signals=signals, decision=decision))
+        replicas = decision.replicas
+    assert replicas == 1
+    same = run(tmp_path, "--replay", str(log))
+    assert same["different"] == 0 and len(same["decisions"]) == 40  # type: ignore[arg-type]
+    fewer = run(tmp_path, "--replay", str(log), "--set", "autoscale.max_replicas=2")
+    assert fewer["different"] > 10  # type: ignore[operator]
+    refused = CliRunner().invoke(simulate, ["--replay", str(log), "--set", "serve.max_running=4"])
+    assert "other keys of [autoscale]" in str(refused.exception)
+
+
+@pytest.mark.slow
+def test_a_large_fleet_comes_from_curves(tmp_path: Path, recipe: Path) -> None:
+    few = ("--set", "fleet.simulate=curve", "--set", "fleet.replicas=40", "--set", "traffic.requests_per_s=200")
+    page = tmp_path / "page.html"
+    answer = run(tmp_path, str(recipe), *few, "--page", str(page))
+    assert answer["gauges"]["replicas"] == pytest.approx(40.0)  # type: ignore[index]
+    assert "Distribution of TTFT" in page.read_text()
+    refused = CliRunner().invoke(simulate, [str(recipe), *few, "--trace", str(tmp_path / "trace.json")])
+    assert "leave --trace out" in str(refused.exception)
