@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from armillary.fleet.autoscale.decision_log import append, log_line, newest
+from armillary.fleet.autoscale.decision_log import Logged, append, newest
 from armillary.fleet.autoscale.policy import Decision
 from armillary.fleet.autoscale.signals import Signals
 from armillary.store.gauges import GaugeWriter
@@ -207,14 +207,15 @@ def test_replicas_and_scaling_decisions_of_services(home: Home) -> None:
     log = home.work / "services" / "my <b>bot" / "decisions.jsonl"
     for now, before, replicas, reason in ((10.0, 1, 1, "enough"), (12.0, 1, 3, "rate <i>"), (14.0, 3, 3, "enough")):
         signals = Signals(now=now, ready=before)
-        append(log, log_line(signals, Decision(now=now, replicas=replicas, before=before, reason=reason)))
+        decision = Decision(now=now, replicas=replicas, before=before, reason=reason)
+        append(log, Logged(signals=signals, decision=decision))
     with log.open("a") as file:
         file.write('{"cut off')
     view = part(WebApp(home, hosts=HOSTS), tab="serve", url="http://127.0.0.1:9")
     assert "url" in view["errors"] and "3 ready, 0 starting, 3 wanted" in view["html"]
     assert "1 → 3</td><td>rate &lt;i&gt;" in view["html"] and view["html"].count("→") == 1
     assert "my &lt;b&gt;bot" in view["html"] and "Replicas over time" in view["html"]
-    assert newest(log, most_bytes=300)[-1]["decision"]["now"] == 14.0
+    assert newest(log, most_bytes=600)[-1].decision.now == 14.0
 
 
 def test_only_this_machine_is_looked_at(home: Home) -> None:

@@ -6,9 +6,8 @@ import time
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from armillary.fleet.autoscale.decision_log import newest
+from armillary.fleet.autoscale.decision_log import Logged, newest
 from armillary.report.charts import lines
 from armillary.report.page import scrolling, section
 from armillary.store.home import Home
@@ -28,30 +27,30 @@ def _service(log: Path) -> str:
     read = newest(log)
     if not read:
         return ""
-    end, ago_s = read[-1]["signals"].now, max(0.0, time.time() - log.stat().st_mtime)
-    now = read[-1]["signals"]
-    said = f"{now.ready} ready, {now.starting} starting, {read[-1]['decision']['replicas']} wanted"
+    now, wanted = read[-1].signals, read[-1].decision.replicas
+    end, ago_s = now.now, max(0.0, time.time() - log.stat().st_mtime)
+    said = f"{now.ready} ready, {now.starting} starting, {wanted} wanted"
     facts = f"<p>{said}; the autoscaler's last look was {seconds_text(ago_s)} ago.</p>"
     return section(f"Service {log.parent.name}", facts + _chart(read, end) + _changes(read, end, ago_s))
 
 
-def _chart(read: Sequence[dict[str, Any]], end: float) -> str:
-    seconds = [line["signals"].now - end for line in read]
+def _chart(read: Sequence[Logged], end: float) -> str:
+    seconds = [line.signals.now - end for line in read]
     series = [
-        ("ready", [(at, float(line["signals"].ready)) for at, line in zip(seconds, read, strict=True)]),
-        ("wanted", [(at, float(line["decision"]["replicas"])) for at, line in zip(seconds, read, strict=True)]),
+        ("ready", [(at, float(line.signals.ready)) for at, line in zip(seconds, read, strict=True)]),
+        ("wanted", [(at, float(line.decision.replicas)) for at, line in zip(seconds, read, strict=True)]),
     ]
     return lines(series, label="Replicas over time", x_name="seconds before the last look", y_text=lambda x: f"{x:g}")
 
 
-def _changes(read: Sequence[dict[str, Any]], end: float, ago_s: float) -> str:
+def _changes(read: Sequence[Logged], end: float, ago_s: float) -> str:
     """The newest decisions that changed the number of replicas, and why."""
-    changed = [each for line in read if (each := line["decision"])["replicas"] != each["before"]]
+    changed = [line.decision for line in read if line.decision.change]
     if not changed:
         return "<p>No scaling decision among the last looks.</p>"
     rows = "".join(
-        f"<tr><td>{seconds_text(max(0.0, end - each['now']) + ago_s)} ago</td>"
-        f"<td>{each['before']} → {each['replicas']}</td><td>{escape(str(each['reason']))}</td></tr>"
+        f"<tr><td>{seconds_text(max(0.0, end - each.now) + ago_s)} ago</td>"
+        f"<td>{each.before} → {each.replicas}</td><td>{escape(each.reason)}</td></tr>"
         for each in reversed(changed[-SHOWN_CHANGES:])
     )
     heads = "<tr><th>when</th><th>replicas</th><th>because</th></tr>"
