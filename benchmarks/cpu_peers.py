@@ -72,6 +72,8 @@ Answer = Callable[[list[int], int], tuple[float, float, list[int]]]
 
 def make_model(folder: Path) -> None:
     """A Llama with random weights that bf16 holds exactly, as a Hugging Face folder."""
+    if (folder / "config.json").exists():
+        return
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -111,14 +113,13 @@ def write_gguf(folder: Path, path: Path, kind: str) -> None:
     out.close()
 
 
-def write_quantized(source: Path, folder: Path, to: str) -> Path:
+def write_quantized(source: Path, folder: Path, to: str) -> None:
     """As `armillary quantize SOURCE FOLDER --to TO` does."""
     from armillary.model.quantizing.quantize_model import quantize
     from armillary.store.home import Home
     from armillary.store.resolve_model import resolve_model
 
     quantize(resolve_model(str(source), Home.default(), need_weights=True), folder, to)
-    return folder
 
 
 def _gguf_name(module: str) -> str:
@@ -257,7 +258,9 @@ def compare(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         if form in THEIRS and not path.exists():
             write_gguf(folder, path, form)
         elif kind in TO:
-            path = write_quantized(folder, folder / kind, TO[kind])
+            path = folder / kind
+            if not path.exists():
+                write_quantized(folder, path, TO[kind])
         running.append(Contestant(kind, path, options.threads, options.cpu_time))
     for _ in range(options.rounds):
         for one in running:
@@ -275,6 +278,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=64)
     parser.add_argument("--kinds", default=",".join((*OURS, *THEIRS)), help="who takes part, by comma")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--folder", type=Path, help="where the models are kept between runs")
     parser.add_argument("--cpu-time", action="store_true", help="one thread, its CPU time")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
@@ -282,9 +286,11 @@ def main() -> None:
     options.threads = 1 if options.cpu_time else options.threads
     if options.worker:
         return work(options.worker, options.source, options.threads, options.cpu_time)
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder))
-        rows = compare(Path(folder), options)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        make_model(folder)
+        rows = compare(folder, options)
     if options.json:
         print(json.dumps(rows))
         return

@@ -29,7 +29,7 @@ from armillary.engine.runner.linear_formats import (
     run_int8,
     to_fp8,
 )
-from armillary.engine.runner.native_linear import run_native
+from armillary.engine.runner.native_linear import run_native, with_native
 from armillary.engine.runner.packed_cpu import run_integers
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
 from armillary.engine.scheduler.decision import StepWork
@@ -239,6 +239,8 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
     if can_pack and serve.weights != "int8":
         replace_head(forward, packed, let_go=let_go)
     run_native(forward, let_go=let_go)
+    if serve.weights == "int8" or packed_modules(forward.model):
+        forward.kernels = with_native(forward.kernels)
     run_int8(forward, let_go=let_go)
     run_integers(forward, let_go=let_go)
     if serve.weights == "int8":

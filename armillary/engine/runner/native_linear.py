@@ -6,15 +6,17 @@ kernels give what the rounded inputs give. What does not agree stays as it is.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.forward import Forward
 from armillary.engine.runner.latent_layer import Joined
 from armillary.engine.runner.linear_fn import LinearFn
 from armillary.kernels.core.agreement import relative_error
+from armillary.kernels.native import token_kernels
 from armillary.kernels.native.library import has_amx, library
 from armillary.kernels.native.packed_weight import (
     CHUNK,
@@ -79,6 +81,19 @@ def run_native(forward: Forward, *, let_go: bool) -> None:
         head.use_rows(tied.parts[0].weight.select)
     elif isinstance(head, PackedLinear):
         native_linear(head)
+
+
+def with_native(kernels: EngineKernels) -> EngineKernels:
+    """With norms, gated SiLU and attention of single tokens in C++ too, where there is a compiler."""
+    if not token_kernels.agree():
+        return kernels
+    return replace(
+        kernels,
+        norm=token_kernels.norm,
+        add_norm=token_kernels.add_norm,
+        activate=token_kernels.activate,
+        tokens=token_kernels.attend_tokens,
+    )
 
 
 def native_int8(weight_NK: Tensor, bias: Tensor | None) -> NativeLinear | None:

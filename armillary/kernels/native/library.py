@@ -22,7 +22,7 @@ from armillary.machine.features import present_features
 from armillary.machine.system_files import cpuinfo_flags
 from armillary.store.home import Home
 
-_SOURCES = ("lanes.h", "inputs.h", "packed_linear.cpp")
+_SOURCES = ("lanes.h", "vector_math.h", "inputs.h", "packed_linear.cpp", "token_rows.cpp", "decode_attention.cpp")
 _FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _TIMEOUT_S = 600.0
 
@@ -96,8 +96,15 @@ def _openmp() -> list[str]:
 
 def load(path: Path) -> ctypes.CDLL:
     kernels = ctypes.CDLL(str(path))
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     kernels.armillary_units.restype = ctypes.c_char_p
-    kernels.armillary_linear.argtypes = [pointer, pointer, size, pointer, pointer, size, ctypes.c_int]
-    kernels.armillary_linear.restype = None
+    arguments = {
+        "linear": [pointer, pointer, size, pointer, pointer, size, number],
+        "add_norm": [pointer] * 5 + [size, size, ctypes.c_float, number, number],
+        "gated_silu": [pointer, pointer, size, number],
+        "decode": [pointer, number],
+    }
+    for name, types in arguments.items():
+        function = getattr(kernels, f"armillary_{name}")
+        function.argtypes, function.restype = types, None
     return kernels

@@ -13,6 +13,7 @@ from armillary.store.gguf.gguf_header import GgufHeader
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of tokens (llama.h)
 NO_VOCABULARY = "none"
+_NO_VOCABULARY = (NO_VOCABULARY, "no_vocab")  # llama.cpp reads both
 WHOLE = "tokenizer.huggingface.json"
 """the key of a complete tokenizer.json (docs/gguf.md in github.com/ggml-org/ggml)"""
 _WORDS = (
@@ -26,12 +27,12 @@ SPLITS = {"gpt-2": "", "llama-bpe": _WORDS % "{1,3}", "llama3": _WORDS % "{1,3}"
 def tokenizer_files(header: GgufHeader) -> dict[str, dict[str, Any]]:
     """File name -> content; empty where the file has no tokenizer."""
     kind = header.metadata.get("tokenizer.ggml.model")
-    if kind is None or (kind == NO_VOCABULARY and WHOLE not in header.metadata):
+    if kind is None or (kind in _NO_VOCABULARY and WHOLE not in header.metadata):
         return {}
     tokens: Any = header.metadata.get("tokenizer.ggml.tokens")
     if not _all_of(tokens, str):
         raise BadModel(f"{header.path}: its metadata has no tokenizer.ggml.tokens; fetch the file again")
-    if kind == NO_VOCABULARY:
+    if kind in _NO_VOCABULARY:
         return _whole(header, tokens)
     types = header.metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if kind not in ("gpt2", "llama") or len(types) != len(tokens):
