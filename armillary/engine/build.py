@@ -27,9 +27,10 @@ from armillary.engine.runner.linear_formats import (
     replace_head,
     replace_linears,
     run_int8,
+    share_row_max,
     to_fp8,
 )
-from armillary.engine.runner.native_linear import run_native, with_native
+from armillary.engine.runner.native_linear import run_native, run_native_tokens
 from armillary.engine.runner.packed_cpu import run_integers
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
 from armillary.engine.scheduler.decision import StepWork
@@ -90,6 +91,8 @@ def make_engine(
     executor = make_executor(model, settings, serve, seed, group)
     if device_type == "cpu":
         _fit_cpu(executor, serve, let_go=owns_model)
+        if group is not None:
+            share_row_max(executor.forward, lambda most: all_reduce(most, group, "max"))
     if run_fp8 is not None:
         to_fp8(executor.forward, run_fp8, let_go=owns_model)
     draft_model = make_draft(executor, serve, draft, group, serve.block_tokens)
@@ -240,7 +243,7 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
         replace_head(forward, packed, let_go=let_go)
     run_native(forward, let_go=let_go)
     if serve.weights == "int8" or packed_modules(forward.model):
-        forward.kernels = with_native(forward.kernels)
+        run_native_tokens(forward)
     run_int8(forward, let_go=let_go)
     run_integers(forward, let_go=let_go)
     if serve.weights == "int8":

@@ -93,6 +93,15 @@ def make_layer(block: Block, group: int, slot: int, number: int = 0) -> Layer:
     )
 
 
+def replace_linear_fns(layer: Layer, replaced: Callable[[LinearFn], LinearFn]) -> None:
+    """Replace the linear functions of a layer, but for routers and experts."""
+    layer.qkv, layer.out = replaced(layer.qkv), replaced(layer.out)
+    if layer.latent is not None and layer.latent.q is not None:
+        layer.latent.q = replaced(layer.latent.q)
+    if layer.up is not None and layer.down is not None:
+        layer.up, layer.down = replaced(layer.up), replaced(layer.down)
+
+
 def _delta_weights(attention: GatedDeltaNet) -> DeltaWeights:
     assert attention.norm.weight is not None
     return DeltaWeights(

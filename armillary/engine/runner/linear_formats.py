@@ -17,9 +17,9 @@ from torch import Tensor
 
 from armillary.engine.runner.forward import Forward, no_reduce
 from armillary.engine.runner.latent_layer import Joined
-from armillary.engine.runner.layer import free_weights, linears_of
+from armillary.engine.runner.layer import free_weights, linears_of, replace_linear_fns
 from armillary.engine.runner.linear_fn import Dense, LinearFn
-from armillary.engine.runner.native_linear import native_int8
+from armillary.engine.runner.native_linear import NativeLinear, native_int8
 from armillary.engine.runner.packed_cpu import IntegerLinear, IntegerPart
 from armillary.errors import BadInput
 from armillary.kernels.core.choose_version import choose
@@ -62,11 +62,7 @@ def packs(weight: Tensor) -> bool:
 def replace_linears(forward: Forward, make: Make, *, let_go: bool) -> None:
     """Replace the linear functions of all layers but routers and experts; `let_go` frees the model's own weights."""
     for layer, block in zip(forward.layers, forward.model.blocks.values(), strict=True):
-        layer.qkv, layer.out = _made(layer.qkv, make), _made(layer.out, make)
-        if layer.latent is not None and layer.latent.q is not None:
-            layer.latent.q = _made(layer.latent.q, make)
-        if layer.up is not None and layer.down is not None:
-            layer.up, layer.down = _made(layer.up, make), _made(layer.down, make)
+        replace_linear_fns(layer, lambda linear: _made(linear, make))
         if let_go:
             free_weights(*linears_of(block))
 
@@ -112,10 +108,14 @@ class Int8Dense:
         else:
             self._weight_KN = rounded_NK.t()
         self.bias = bias
+        self.row_max: Callable[[Tensor], Tensor] | None = None
+        """where inputs are shards of rows: the largest numbers of whole rows, out of the shards'"""
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()
-        scale_T1 = wide.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / 127
+        most_T1 = wide.abs().amax(dim=-1, keepdim=True)
+        most_T1 = most_T1 if self.row_max is None else self.row_max(most_T1)
+        scale_T1 = most_T1.clamp_min(1e-12) / 127
         y = self._matmul((wide / scale_T1).round().to(torch.int8)) * scale_T1
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
@@ -181,6 +181,14 @@ def _best_of_three(call: Callable[[], Tensor]) -> float:
     return min(times)
 
 
+def share_row_max(forward: Forward, row_max: Callable[[Tensor], Tensor]) -> None:
+    """Projections whose inputs are divided over ranks round them by the largest number of the whole row, as one rank
+    does: with scales of their own, ranks would give other tokens."""
+    for linear in (each for layer in forward.layers for each in (layer.out, layer.down)):
+        if isinstance(linear, Int8Dense | NativeLinear):
+            linear.row_max = row_max
+
+
 def int8_linear(weight_NK: Tensor, bias: Tensor | None = None) -> LinearFn:
     """A plain weight in int8; inputs are rounded too where that is fast."""
     if (native := native_int8(weight_NK, bias)) is not None:
@@ -209,11 +217,7 @@ def run_int8(forward: Forward, *, let_go: bool) -> None:
         return dense
 
     for layer in forward.layers:
-        layer.qkv, layer.out = replaced(layer.qkv), replaced(layer.out)
-        if layer.latent is not None and layer.latent.q is not None:
-            layer.latent.q = replaced(layer.latent.q)
-        if layer.up is not None and layer.down is not None:
-            layer.up, layer.down = replaced(layer.up), replaced(layer.down)
+        replace_linear_fns(layer, replaced)
 
 
 def _is_w8a8(linear: PackedLinear) -> bool:

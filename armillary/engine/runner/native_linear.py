@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.forward import Forward
 from armillary.engine.runner.latent_layer import Joined
+from armillary.engine.runner.layer import replace_linear_fns
 from armillary.engine.runner.linear_fn import LinearFn
 from armillary.kernels.core.agreement import relative_error
 from armillary.kernels.native import token_kernels
@@ -51,15 +51,23 @@ class NativeLinear:
 
     def __init__(self, parts: tuple[NativePart, ...], outputs: int, bias: Tensor | None) -> None:
         self.parts, self.outputs = parts, outputs
+        self.row_max: Callable[[Tensor], Tensor] | None = None
+        """where inputs are shards of rows: the largest numbers of whole rows [M], out of the shards'"""
+        self._per_token = any(part.weight.first_rows.per_token for part in parts)
         self._bias = None if bias is None else bias.detach().float()
 
     def __call__(self, x: Tensor) -> Tensor:
-        wide = x.float().view(-1, x.shape[-1])
-        y = torch.empty(len(wide), self.outputs)
+        if x.dtype == torch.float32 and x.dim() == 2:
+            return self._multiplied(x)
+        return self._multiplied(x.float().view(-1, x.shape[-1])).to(x.dtype).view(*x.shape[:-1], self.outputs)
+
+    def _multiplied(self, x: Tensor) -> Tensor:
+        y = torch.empty(x.shape[0], self.outputs)
+        most_M = self.row_max(x.abs().amax(-1)) if self.row_max is not None and self._per_token else None
         for part in self.parts:
-            inputs = wide if part.order_K is None else wide.index_select(-1, part.order_K)
-            part.weight.into(inputs.contiguous(), y, self._bias, part.first)
-        return y.to(x.dtype).view(*x.shape[:-1], self.outputs)
+            inputs = x if part.order_K is None else x.index_select(-1, part.order_K)
+            part.weight.into(inputs.contiguous(), y, self._bias, part.first, most_M)
+        return y
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +79,8 @@ def run_native(forward: Forward, *, let_go: bool) -> None:
     copy. Without it nothing is replaced: the weights would be held twice."""
     if not let_go or not packed_modules(forward.model) or library() is None:
         return
-    replace_packed(forward, native_linear)
+    for layer in forward.layers:
+        replace_linear_fns(layer, native_linear)
     model = forward.model
     for mixture in (layer.mixture for layer in forward.layers if layer.mixture is not None):
         for linear in packed_modules(mixture):
@@ -83,15 +92,19 @@ def run_native(forward: Forward, *, let_go: bool) -> None:
         native_linear(head)
 
 
-def with_native(kernels: EngineKernels) -> EngineKernels:
-    """With norms, gated SiLU and attention of single tokens in C++ too, where there is a compiler."""
+def run_native_tokens(forward: Forward) -> None:
+    """Norms, gated SiLU, the write to the KV cache and attention of single tokens in C++ too, where there is a
+    compiler."""
     if not token_kernels.agree():
-        return kernels
-    return replace(
-        kernels,
+        return
+    if forward.into_cache is forward.kernels.qkv_cache:
+        forward.into_cache = token_kernels.qkv_cache
+    forward.kernels = replace(
+        forward.kernels,
         norm=token_kernels.norm,
         add_norm=token_kernels.add_norm,
         activate=token_kernels.activate,
+        qkv_cache=token_kernels.qkv_cache,
         tokens=token_kernels.attend_tokens,
     )
 
@@ -111,16 +124,6 @@ def native_int8(weight_NK: Tensor, bias: Tensor | None) -> NativeLinear | None:
         per_token=True,
     )
     return NativeLinear((NativePart(weight=PackedWeight.of([codes]), order_K=None, first=0),), outputs, bias)
-
-
-def replace_packed(forward: Forward, replaced: Callable[[LinearFn], LinearFn]) -> None:
-    """Replace linear functions of all layers but routers and experts."""
-    for layer in forward.layers:
-        layer.qkv, layer.out = replaced(layer.qkv), replaced(layer.out)
-        if layer.latent is not None and layer.latent.q is not None:
-            layer.latent.q = replaced(layer.latent.q)
-        if layer.up is not None and layer.down is not None:
-            layer.up, layer.down = replaced(layer.up), replaced(layer.down)
 
 
 def native_linear(linear: LinearFn) -> LinearFn:

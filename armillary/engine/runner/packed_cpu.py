@@ -11,6 +11,7 @@ from torch import Tensor
 
 from armillary.engine.runner.forward import Forward
 from armillary.engine.runner.latent_layer import Joined
+from armillary.engine.runner.layer import replace_linear_fns
 from armillary.engine.runner.linear_fn import LinearFn
 from armillary.kernels.quantized.integer_weights_cpu import (
     DTYPES,
@@ -63,11 +64,7 @@ def run_integers(forward: Forward, *, let_go: bool) -> None:
         return
     dtype = next(forward.model.parameters()).dtype
     for layer in forward.layers:
-        layer.qkv, layer.out = _replaced(layer.qkv, dtype), _replaced(layer.out, dtype)
-        if layer.latent is not None and layer.latent.q is not None:
-            layer.latent.q = _replaced(layer.latent.q, dtype)
-        if layer.up is not None and layer.down is not None:
-            layer.up, layer.down = _replaced(layer.up, dtype), _replaced(layer.down, dtype)
+        replace_linear_fns(layer, lambda linear: _replaced(linear, dtype))
 
 
 def _replaced(linear: LinearFn, dtype: torch.dtype) -> LinearFn:

@@ -1,5 +1,5 @@
-// The newest token of each of some sequences, from the fused projection through attention: norms of queries and keys,
-// rotary positions, the write to the paged cache, and softmax(q · K) · V over the pages of the sequence.
+// From the fused projection to attention: norms of queries and keys, rotary positions and the write to the paged cache;
+// and, for the newest token of each of some sequences, softmax(q · K) · V over the pages of the sequence.
 
 #include <omp.h>
 
@@ -72,24 +72,32 @@ static void each_key(const Decode& d, const int32_t* table, int64_t first, int64
     }
 }
 
+// Queries and the key (the last) of a head of a token, as attention takes them; key and value go into the cache.
 template <bool HALF>
-static void attend(const Decode& d, int64_t sequence, int64_t head, std::vector<float>& scores) {
-    const int64_t dim = d.dim, group = d.group, length = d.lengths[sequence], size = HALF ? 2 : 4;
-    const float* row = d.qkv + (sequence * d.kv_heads + head) * (group + 2) * dim;
-    float* out = d.out + (sequence * d.kv_heads + head) * group * dim;
-    alignas(64) float q[MOST_GROUP + 1][MOST_DIM];  // the key last
+static void project(const Decode& d, int64_t token, int64_t head, float (*q)[MOST_DIM]) {
+    const int64_t dim = d.dim, group = d.group;
+    const float* row = d.qkv + (token * d.kv_heads + head) * (group + 2) * dim;
     for (int64_t g = 0; g <= group; g++) {
         const float* weight = g < group ? d.q_weight : d.k_weight;
         if (weight) norm_head(row + g * dim, weight, d, q[g]);
         else memcpy(q[g], row + g * dim, 4 * dim);
-        if (d.cosines) rotate(q[g], d, sequence);
+        if (d.cosines) rotate(q[g], d, token);
     }
-    uint8_t* own = d.cache + head * d.head_bytes;
-    if (const int64_t slot = d.slots[sequence]; slot >= 0) {
-        uint8_t* at = own + slot / d.page_size * d.page_bytes + slot % d.page_size * dim * size;
+    if (const int64_t slot = d.slots[token]; slot >= 0) {
+        uint8_t* at = d.cache + head * d.head_bytes + slot / d.page_size * d.page_bytes +
+                      slot % d.page_size * dim * (HALF ? 2 : 4);
         store_cached<HALF>(at, q[group], dim);
         store_cached<HALF>(at + d.value_bytes, row + (group + 1) * dim, dim);
     }
+}
+
+template <bool HALF>
+static void attend(const Decode& d, int64_t sequence, int64_t head, std::vector<float>& scores) {
+    const int64_t dim = d.dim, group = d.group, length = d.lengths[sequence], size = HALF ? 2 : 4;
+    float* out = d.out + (sequence * d.kv_heads + head) * group * dim;
+    const uint8_t* own = d.cache + head * d.head_bytes;
+    alignas(64) float q[MOST_GROUP + 1][MOST_DIM];
+    project<HALF>(d, sequence, head, q);
     if (!length) return (void)std::fill(out, out + group * dim, 0.0f);
     const int32_t* table = d.tables + sequence * d.pages;
     const int64_t first = d.window ? std::max<int64_t>(0, length - d.window) : 0, keys = length - first;
@@ -128,6 +136,19 @@ static void attend(const Decode& d, int64_t sequence, int64_t head, std::vector<
     });
     for (int64_t g = 0; g < group; g++)
         for (int64_t i = 0; i < dim; i++) out[g * dim + i] = mixed[g][i] / total[g];
+}
+
+// Queries of many tokens, ready for attention, go to `out`; keys and values into the cache.
+extern "C" void armillary_qkv_cache(const Decode* given, int threads) {
+    const Decode& d = *given;
+    const int64_t heads = d.sequences * d.kv_heads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (heads * d.group * d.dim > (1 << 15))
+    for (int64_t task = 0; task < heads; task++) {
+        alignas(64) float q[MOST_GROUP + 1][MOST_DIM];
+        if (d.half) project<true>(d, task / d.kv_heads, task % d.kv_heads, q);
+        else project<false>(d, task / d.kv_heads, task % d.kv_heads, q);
+        for (int64_t g = 0; g < d.group; g++) memcpy(d.out + (task * d.group + g) * d.dim, q[g], 4 * d.dim);
+    }
 }
 
 extern "C" void armillary_decode(const Decode* given, int threads) {

@@ -48,10 +48,11 @@ struct Rounded {
         return size = 1, token;
     }
 
-    void round(int64_t token, const float* x, int times) {
+    // `most`: the largest absolute value of a longer row that x is a part of; null: x is the row.
+    void round(int64_t token, const float* x, int times, const float* most) {
         int size;
         const int64_t first = tile_of(token, size), place = token - first;
-        float d = run ? 0 : scale_of(x, columns);
+        float d = run ? 0 : most ? *most / 127.0f : scale_of(x, columns);
         int32_t total = 0;
         for (int64_t c = 0; c < columns; c += CHUNK) {
             if (run) d = scale_of(x + c, CHUNK);

@@ -99,10 +99,11 @@ def load(path: Path) -> ctypes.CDLL:
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     kernels.armillary_units.restype = ctypes.c_char_p
     arguments = {
-        "linear": [pointer, pointer, size, pointer, pointer, size, number],
+        "linear": [pointer, pointer, size, pointer, pointer, pointer, size, number],
         "add_norm": [pointer] * 5 + [size, size, ctypes.c_float, number, number],
         "gated_silu": [pointer, pointer, size, number],
         "decode": [pointer, number],
+        "qkv_cache": [pointer, number],
     }
     for name, types in arguments.items():
         function = getattr(kernels, f"armillary_{name}")

@@ -8,6 +8,7 @@
 
 #include "inputs.h"
 
+constexpr int AHEAD = 3072;  // bytes: of 1 to 12 KB, one core of a Xeon at 2.5 GHz reads fastest, 10.0 instead of 8.9 GB/s
 enum Scales { F32, F16, BF16, SUPER, E8M0, E4M3 };
 enum Minima { NONE, ZERO, SUPER_MIN };
 
@@ -92,6 +93,11 @@ struct Cursor {
     }
 };
 
+// What a single token reads soon: the CPU's own prefetching ends at pages of 4 KB.
+INLINE void prefetch(const uint8_t* code, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(code + AHEAD + i, 0, 2);
+}
+
 // Sums of T tokens and 16 rows; RUN columns share a weight scale.
 template <int BITS, bool TABLE, int T, int RUN>
 static void tile(const Weight& w, const Rounded& x, int64_t panel, int64_t token, f32x16* y) {
@@ -107,7 +113,7 @@ static void tile(const Weight& w, const Rounded& x, int64_t panel, int64_t token
     const uint8_t* code = w.codes + panel * chunks * w.chunk_bytes;
     Cursor cursor(w, panel);
     for (int64_t c = 0; c < chunks; c++, code += w.chunk_bytes, scale_x += T) {
-        __builtin_prefetch(code + 2048);
+        if (T == 1) prefetch(code, w.chunk_bytes);
         constexpr int QUADS = RUN / 4;
 #pragma GCC unroll 2
         for (int part = 0; part < CHUNK / RUN; part++) {
@@ -147,7 +153,7 @@ static void tile_of_rows(const Weight& w, const Rounded& x, int64_t panel, int64
     const int64_t chunks = w.columns / CHUNK;
     const uint8_t* code = w.codes + panel * chunks * w.chunk_bytes;
     for (int64_t c = 0; c < chunks; c++, code += w.chunk_bytes, codes_x += CHUNK * T) {
-        __builtin_prefetch(code + 2048);
+        if (T == 1) prefetch(code, 512);
 #pragma GCC unroll 8
         for (int j = 0; j < 8; j++) {
             const u8x64 v = load64(code + 64 * j);
@@ -194,8 +200,9 @@ static void panel_of(const Weight& w, const Rounded& x, int64_t panel, const Til
 
 extern "C" const char* armillary_units() { return UNITS; }
 
-extern "C" void armillary_linear(const Weight* weight, const float* x, int64_t tokens, const float* bias, float* y,
-                                 int64_t stride, int threads) {
+// `most` [tokens]: with inputs in one scale per token, the largest absolute value of the row; null: that of x.
+extern "C" void armillary_linear(const Weight* weight, const float* x, int64_t tokens, const float* most,
+                                 const float* bias, float* y, int64_t stride, int threads) {
     const Weight& w = *weight;
     static thread_local Rounded rounded;
     Rounded* inputs = &rounded;
@@ -204,14 +211,14 @@ extern "C" void armillary_linear(const Weight* weight, const float* x, int64_t t
     const int times = offset(w.table ? 4 : w.bits) - (w.minima == NONE ? w.zero : 0);
     const int64_t panels = w.rows / 16;
     if (threads <= 1 || tokens * w.rows * w.columns < (1 << 17)) {
-        for (int64_t t = 0; t < tokens; t++) inputs->round(t, x + t * w.columns, times);
+        for (int64_t t = 0; t < tokens; t++) inputs->round(t, x + t * w.columns, times, most ? most + t : nullptr);
         for (int64_t p = 0; p < panels; p++) panel_of(w, *inputs, p, tiles, bias, y, stride);
         return;
     }
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
-        for (int64_t t = 0; t < tokens; t++) inputs->round(t, x + t * w.columns, times);
+        for (int64_t t = 0; t < tokens; t++) inputs->round(t, x + t * w.columns, times, most ? most + t : nullptr);
 #pragma omp for schedule(static)
         for (int64_t p = 0; p < panels; p++) panel_of(w, *inputs, p, tiles, bias, y, stride);
     }

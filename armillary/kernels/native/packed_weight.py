@@ -161,11 +161,23 @@ class PackedWeight:
             )
         )
 
-    def into(self, x: Tensor, y: Tensor, bias: Tensor | None = None, first: int = 0) -> None:
-        """The same in fp32 into columns of `y` from `first` on."""
+    def into(
+        self, x: Tensor, y: Tensor, bias: Tensor | None = None, first: int = 0, most_M: Tensor | None = None
+    ) -> None:
+        """The same in fp32 into columns of `y` from `first` on. `most_M`: where inputs have a scale per token, the
+        largest absolute value of each row, of which x may be a part."""
         bias_at = None if bias is None else bias.data_ptr() + 4 * first
-        where = ctypes.addressof(self.struct), x.data_ptr(), len(x), bias_at, y.data_ptr() + 4 * first, y.stride(0)
-        self.kernels.armillary_linear(*where, torch.get_num_threads())
+        most_at = None if most_M is None else most_M.data_ptr()
+        self.kernels.armillary_linear(
+            ctypes.addressof(self.struct),
+            x.data_ptr(),
+            x.shape[0],
+            most_at,
+            bias_at,
+            y.data_ptr() + 4 * first,
+            y.stride(0),
+            torch.get_num_threads(),
+        )
 
 
 def pack_codes(codes_NK: Tensor, bits: int) -> Tensor:

@@ -21,6 +21,7 @@ from armillary.kernels.norm.norm import row_add_norm, row_norm
 from armillary.kernels.paged.paged_attention import PagedBatch, by_sdpa
 from armillary.kernels.paged.qkv_to_cache import QkvOptions, unpadded
 from armillary.kernels.paged.qkv_to_cache import attend_tokens as torch_attend_tokens
+from armillary.kernels.paged.qkv_to_cache import qkv_cache as torch_qkv_cache
 from armillary.kernels.pointwise.activation import activate as torch_activate
 
 # T tokens, N query heads, K KV heads, D head dim, R rotated dims / 2
@@ -112,63 +113,74 @@ def attend_tokens(
     options: AttentionOptions,
 ) -> Tensor:
     """`armillary.kernels.paged.qkv_to_cache.attend_tokens`: [T, N·D], after key and value are written to the cache."""
-    if not _takes_tokens(qkv, cache, cos_TR, heads, options):
-        q_TND, cache = unpadded(qkv, cache, slots_T, cos_TR, sin_TR, heads)
+    if not _takes(qkv, cache, cos_TR, heads) or options.chunk or not _are_plain(options.sinks_N):
+        q_TND, cache = qkv_cache(qkv, cache, slots_T, cos_TR, sin_TR, heads)
         return by_sdpa(q_TND, cache, batch, options).flatten(1)
+    tables_BP, lengths_B = batch.tables_BP.int().contiguous(), batch.lengths_B.int().contiguous()
+    held = {"tables": tables_BP, "lengths": lengths_B, "sinks": options.sinks_N}
+    also = {"pages": tables_BP.shape[1], "window": options.window, "scale": options.scale_for(cache.shape[4])}
+    return _run(_kernels().armillary_decode, qkv, cache, slots_T, cos_TR, sin_TR, heads, held, also)
+
+
+def qkv_cache(
+    qkv: Tensor, cache: Tensor, slots_T: Tensor, cos_TR: Tensor | None, sin_TR: Tensor | None, heads: QkvOptions
+) -> tuple[Tensor, Tensor]:
+    """`armillary.kernels.paged.qkv_to_cache.qkv_cache`."""
+    if not _takes(qkv, cache, cos_TR, heads):
+        return unpadded(qkv, cache, slots_T, cos_TR, sin_TR, heads)
+    out = _run(_kernels().armillary_qkv_cache, qkv, cache, slots_T, cos_TR, sin_TR, heads, {}, {})
+    return out.unflatten(1, (-1, cache.shape[4])), cache
+
+
+def _run(
+    kernel: Any,
+    qkv: Tensor,
+    cache: Tensor,
+    slots_T: Tensor,
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
+    heads: QkvOptions,
+    held: dict[str, Tensor | None],
+    also: dict[str, Any],
+) -> Tensor:
     kv_heads, page_size, dim = cache.shape[2:]
-    tokens, group, size = len(qkv), qkv.shape[1] // (kv_heads * dim) - 2, cache.element_size()
-    out = torch.empty(tokens, kv_heads * group * dim)
-    held = {
-        "qkv": qkv,
-        "out": out,
-        "cache": cache,
-        "slots": slots_T.contiguous(),
-        "tables": batch.tables_BP.int().contiguous(),
-        "lengths": batch.lengths_B.int().contiguous(),
-        "cosines": None if cos_TR is None else cos_TR.contiguous(),
-        "sines": None if sin_TR is None else sin_TR.contiguous(),
-        "q_weight": heads.q_weight,
-        "k_weight": heads.k_weight,
-        "sinks": options.sinks_N,
-    }
+    size, group = cache.element_size(), qkv.shape[1] // (kv_heads * dim) - 2
+    out = torch.empty(qkv.shape[0], kv_heads * group * dim)
+    held |= {"qkv": qkv, "out": out, "cache": cache, "slots": slots_T, "cosines": cos_TR, "sines": sin_TR}
+    held |= {"q_weight": heads.q_weight, "k_weight": heads.k_weight}
     what = _Decode(
-        sequences=tokens,
+        sequences=qkv.shape[0],
         kv_heads=kv_heads,
         group=group,
         dim=dim,
         rotated=0 if cos_TR is None else cos_TR.shape[-1],
         page_size=page_size,
-        pages=batch.tables_BP.shape[1],
         page_bytes=cache.stride(0) * size,
         value_bytes=cache.stride(1) * size,
         head_bytes=cache.stride(2) * size,
         half=cache.dtype == torch.bfloat16,
         interleaved=heads.interleaved,
         plus_one=heads.plus_one,
-        window=options.window,
         eps=heads.eps,
-        scale=options.scale_for(dim),
         **{name: tensor.data_ptr() for name, tensor in held.items() if tensor is not None},
+        **also,
     )
-    _kernels().armillary_decode(ctypes.byref(what), torch.get_num_threads())
+    kernel(ctypes.byref(what), torch.get_num_threads())
     return out
 
 
-def _takes_tokens(
-    qkv: Tensor, cache: Tensor, cos_TR: Tensor | None, heads: QkvOptions, options: AttentionOptions
-) -> bool:
-    """What `can_attend` leaves open: fp32 projections, a cache in fp32 or bf16, no chunks."""
+def _takes(qkv: Tensor, cache: Tensor, cos_TR: Tensor | None, heads: QkvOptions) -> bool:
+    """fp32 projections, a cache in fp32 or bf16 with contiguous pages, RMS norms of each head alone."""
     kv_heads, _, dim = cache.shape[2:]
-    norms = (heads.q_weight, heads.k_weight)
-    normed = all(each is None for each in norms) if heads.norm == "none" else _are_plain(*norms)
-    group = qkv.shape[1] // (kv_heads * dim) - 2
-    simple = not options.chunk and heads.q_scale_T is None and group <= _MOST_GROUP and dim <= _MOST_DIM
-    others = [each for each in (cos_TR, options.sinks_N) if each is not None]
-    return bool(_is_plain(qkv) and cache.dtype in _CACHES and normed and simple and _are_plain(*others))
+    group, norms = qkv.shape[1] // (kv_heads * dim) - 2, (heads.q_weight, heads.k_weight)
+    normed = heads.norm == "none" or all(each is not None and each.numel() == dim for each in norms)
+    simple = heads.clip is None and heads.scales_2K is None and heads.q_scale_T is None and heads.norm != "layer"
+    fits = 0 < group <= _MOST_GROUP and dim <= _MOST_DIM and not dim % 16 and cache.stride()[3:] == (dim, 1)
+    return bool(simple and normed and fits and cache.dtype in _CACHES and _are_plain(qkv, cos_TR, *norms))
 
 
-def _are_plain(*tensors: Any) -> bool:
-    return all(isinstance(each, Tensor) and _is_plain(each) for each in tensors)
+def _are_plain(*tensors: Tensor | None) -> bool:
+    return all(each is None or _is_plain(each) for each in tensors)
 
 
 def _kernels() -> Any:
@@ -195,6 +207,7 @@ def agree() -> bool:
             activate(rows[0][:, :74].contiguous(), "silu", True),
             torch_activate(rows[0][:, :74], "silu", True),
         ),
+        "qkv_cache": (qkv_cache(*tokens[:6])[0], torch_qkv_cache(*tokens[:6])[0]),
         "attend_tokens": (attend_tokens(*tokens), torch_attend_tokens(*tokens)),
     }
     wrong = [name for name, (ours, theirs) in pairs.items() if relative_error(ours, theirs) > _TOLERANCE]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 
 from armillary.engine.llm import LLM
 from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.runner.linear_formats import Int8Dense
+from armillary.engine.runner.native_linear import NativeLinear
 from armillary.engine.runner.sharded_weights import RankShard, load_shard
 from armillary.errors import BadLayout
 from armillary.model.quantized.packed_linear import loaded_bytes, packed_modules
@@ -44,13 +48,28 @@ def together(folders: list[str]) -> list[list[list[int]]]:
 
 
 def test_two_ranks_give_the_tokens_of_one(ranks: Ranks, tmp_path: Path) -> None:
-    """In fp32; a CPU's kernels for int4 and int8 take inputs in bf16, where ties fall either way."""
-    names = [name for name in FORMATS if "int" not in name]
+    """In fp32. The C++ kernels round inputs of int4 and int8 layers per 32 columns, which ranks do not divide; torch's
+    kernels, where there is no compiler, take inputs in bf16, where ties fall either way."""
+    names = [name for name in FORMATS if "int" not in name or shutil.which("g++")]
     folders = [str(written(tmp_path, name)) for name in names]
     found = ranks.run(2, together, folders)[0]
     alone = [LLM(folder, TABLE, device="cpu").generate(PROMPTS, GREEDY) for folder in folders]
     expected = [[made.tokens for made in each] for each in alone]
     assert [name for name, ours, theirs in zip(names, found, expected, strict=True) if ours != theirs] == []
+
+
+def test_inputs_in_int8_are_rounded_by_whole_rows(ranks: Ranks, tmp_path: Path) -> None:
+    """W8A8: a scale per token, whose row two ranks divide."""
+    folder = written(tmp_path, "int8 per row")
+    config = json.loads((folder / "config.json").read_text())
+    (scheme,) = config["quantization_config"]["config_groups"].values()
+    scheme["input_activations"] = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    alone = LLM(folder, TABLE, device="cpu")
+    down = alone.engine.loop.executor.forward.layers[0].down  # type: ignore[attr-defined]
+    assert isinstance(down, Int8Dense) or (isinstance(down, NativeLinear) and down.parts[0].weight.first_rows.per_token)
+    expected = [made.tokens for made in alone.generate(PROMPTS, GREEDY)]
+    assert ranks.run(2, together, [str(folder)])[0] == [expected]
 
 
 @pytest.mark.parametrize("name", FORMATS)

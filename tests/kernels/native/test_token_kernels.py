@@ -12,7 +12,7 @@ from armillary.kernels.core.agreement import relative_error
 from armillary.kernels.native import token_kernels
 from armillary.kernels.norm.norm import add_norm, norm
 from armillary.kernels.paged.paged_attention import PagedBatch, by_heads
-from armillary.kernels.paged.qkv_to_cache import QkvOptions, attend_tokens, can_attend
+from armillary.kernels.paged.qkv_to_cache import QkvOptions, attend_tokens, can_attend, qkv_cache
 from armillary.kernels.pointwise.activation import activate
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
@@ -98,7 +98,7 @@ def test_attention_of_new_tokens(name: str) -> None:
         dim = case.get("dim", 32)
         extra |= {"norm": "rms", "q_weight": torch.randn(dim), "k_weight": torch.randn(dim)}
     given[5], given[7] = replace(given[5], **extra), replace(given[7], **options)
-    assert token_kernels._takes_tokens(given[0], given[1], given[3], given[5], given[7])
+    assert token_kernels._takes(given[0], given[1], given[3], given[5])
     if given[1].dtype == torch.float32:
         assert can_attend(given[0], given[1], given[3], given[5], given[6], given[7])
     caches = given[1].clone(), given[1].clone()
@@ -108,6 +108,17 @@ def test_attention_of_new_tokens(name: str) -> None:
     )
     assert relative_error(ours, wanted) < (1e-5 if given[1].dtype == torch.float32 else 1e-2)
     assert relative_error(*caches) < 1e-6, "keys and values are in the cache, and nothing else has changed"
+
+
+@pytest.mark.parametrize("rotated", [16, 8, 0])
+def test_projections_of_many_tokens(rotated: int) -> None:
+    given = tokens(rotated=rotated)
+    caches = given[1].clone(), given[1].clone()
+    runs = token_kernels.qkv_cache, qkv_cache
+    ours, wanted = (run(given[0], cache, *given[2:6])[0] for run, cache in zip(runs, caches, strict=True))
+    assert ours.shape == wanted.shape
+    assert relative_error(ours, wanted) < 1e-6
+    assert relative_error(*caches) < 1e-6
 
 
 def test_options_of_chunks_go_through_torch() -> None:
