@@ -119,7 +119,7 @@ def recurrent(
     """The definition: (out [B, T, V, E], the matrices after the last token). Where a document `begins`, they are 0."""
     values = v_BTVE.shape[2] // q_BTKD.shape[2]
     q_BTVD, k_BTVD = q_BTKD.repeat_interleave(values, dim=2), k_BTKD.repeat_interleave(values, dim=2)
-    state = _beginning(k_BTVD, v_BTVE, matrix_BVDE)
+    state = _beginning(k_BTKD, v_BTVE, matrix_BVDE)
     outs = []
     for t in range(v_BTVE.shape[1]):
         k, v, beta = k_BTVD[:, t], v_BTVE[:, t], beta_BTV[:, t, :, None]
@@ -132,9 +132,11 @@ def recurrent(
     return torch.stack(outs, dim=1), state
 
 
-def _beginning(k_BTVD: Tensor, v_BTVE: Tensor, matrix_BVDE: Tensor | None) -> Tensor:
-    shape = (*k_BTVD.shape[:1], *k_BTVD.shape[2:], v_BTVE.shape[-1])
-    return v_BTVE.new_zeros(shape) if matrix_BVDE is None else matrix_BVDE.to(v_BTVE.dtype)
+def _beginning(k_BTKD: Tensor, v_BTVE: Tensor, matrix_BVDE: Tensor | None) -> Tensor:
+    """The matrices before the first token: a value head's is [D, E]."""
+    if matrix_BVDE is not None:
+        return matrix_BVDE.to(v_BTVE.dtype)
+    return v_BTVE.new_zeros(v_BTVE.shape[0], v_BTVE.shape[2], k_BTKD.shape[-1], v_BTVE.shape[-1])
 
 
 def chunked(
@@ -152,7 +154,7 @@ def chunked(
     tokens solve (1 + A) u = β (v − e^c · Sᵀk), where A_ij = β_i · e^(c_i − c_j) · k_i·k_j for j < i; then
     out_i = e^(c_i) · Sᵀq_i + Σ_(j ≤ i) e^(c_i − c_j) (q_i·k_j) u_j."""
     tokens, values = v_BTVE.shape[1], v_BTVE.shape[2] // q_BTKD.shape[2]
-    state = _beginning(k_BTKD.repeat_interleave(values, dim=2), v_BTVE, matrix_BVDE)
+    state = _beginning(k_BTKD, v_BTVE, matrix_BVDE)
     q, k, v, beta = (_in_chunks(x, chunk) for x in (q_BTKD, k_BTKD, v_BTVE, beta_BTV[..., None]))
     q, k = q.repeat_interleave(values, dim=1), k.repeat_interleave(values, dim=1)
     within, carried, left, total = _decays(decay_BTV, begins_BT, chunk)
