@@ -47,10 +47,14 @@ class Software:
     """an interleaved pipeline sends beside compute"""
     ep_overlap: bool = True
     """an interleaved pipeline overlaps all-to-alls with another micro-batch"""
+    ep_overlap_alone: bool = False
+    """so does a model without a pipeline"""
     fused_experts: bool = False
     """the experts of a device are one kernel with the operations around them, rather than one GEMM each"""
     flex_dispatch: bool = True
     """rows are sent once per node and without host synchronisation (DeepEP, HybridEP), not by a plain all-to-all"""
+    static_shapes: bool = False
+    """experts take a fixed number of rows (tokens beyond it are dropped), so that nothing waits for the host"""
     graphs: bool = False
     """kernels are launched from CUDA graphs"""
     fused_layers: bool = False
@@ -69,6 +73,11 @@ class Software:
     """ep may span the tp ranks too, where dp × cp is too small"""
     balanced_stages: bool = False
     """pipeline stages are split by FLOPs, the output projection included, not by the number of layers"""
+    stops_early: bool = False
+    """full recompute stops at the last activation that the backward pass reads, so that a layer's last GEMM is not
+    repeated (torch's checkpoint without re-entrant autograd, from 2.1)"""
+    narrow_head: bool = False
+    """the output projection runs in 8 or 4 bits too"""
     narrow_experts: bool = True
     """GEMMs of experts, shared ones too, run in 8 or 4 bits like the others"""
     interleaves: bool = True
@@ -110,7 +119,7 @@ OURS = Software(
     narrow_experts=False,
 )
 """our trainer on a GPU: facts of its code, nothing fitted"""
-OURS_BY_LAYER = replace(OURS, fused_blocks=False)
+OURS_BY_LAYER = replace(OURS, fused_blocks=False, stops_early=True)
 """our trainer where blocks run layer by layer: the same kernels, with sums and casts between them"""
 OURS_ON_CPU = replace(
     OURS,
@@ -119,6 +128,7 @@ OURS_ON_CPU = replace(
     fused_blocks=False,
     narrow_alone=False,
     eager_layers=True,
+    stops_early=True,
     fused_experts=False,
     dp_overlap=False,
     pp_overlap=False,
@@ -137,7 +147,7 @@ def has_fused_block(model: ModelConfig) -> bool:
     return plain and heads and dense and not biased and not gated and not model.mla and not model.simplicial
 
 
-def software(framework: str, *, chip: str = "", model: str = "", fitted: bool = True) -> Software:
+def software(framework: str, *, chip: str = "", model: str = "", precision: str = "", fitted: bool = True) -> Software:
     """The declared framework whose name `framework` starts with, as of the release that follows it; the physics for any
     other. One without numbers of its own has those that the others have in common. `fitted=False` keeps its settings
     and sets every number to 1."""
@@ -146,7 +156,7 @@ def software(framework: str, *, chip: str = "", model: str = "", fitted: bool = 
     if known is None:
         chosen = replace(PHYSICS, name=framework or "physics")
     else:
-        chosen = replace(_declared(known), **_since(known, release, chip, model))
+        chosen = replace(_declared(known), **_since(known, release, chip, model, precision))
     if not fitted:
         return chosen.with_numbers({})
     return chosen if chosen.fitted else chosen.with_numbers(common_numbers())
@@ -172,12 +182,13 @@ def declared() -> dict[str, Software]:
     return {name: _declared(name) for name in _table() if name != COMMON}
 
 
-def _since(name: str, release: str, chip: str, model: str) -> dict[str, Any]:
+def _since(name: str, release: str, chip: str, model: str, precision: str) -> dict[str, Any]:
     """Settings that came with this release or an earlier one, on this chip, in the recipe of this model."""
     settings: dict[str, Any] = {}
     for change in _table()[name].get("since", ()):
         own = any(model.startswith(known) for known in change.get("models", [""]))
-        if own and _numbers(release) >= _numbers(change["release"]) and chip in change.get("chips", [chip]):
+        own = own and chip in change.get("chips", [chip]) and precision in change.get("precisions", [precision])
+        if own and _numbers(release) >= _numbers(change["release"]):
             settings |= {key: value for key, value in change.items() if key in _SETTINGS}
     return settings
 

@@ -185,7 +185,7 @@ def _settings(row: Row, software: Software) -> Software:
         software,
         attention_kernel="attention" if own else "flash_2",
         flat_gathers=zero.startswith("zero-3"),
-        flex_dispatch=software.flex_dispatch or drops,
+        static_shapes=software.static_shapes or drops,
         fused_layers=software.fused_layers or _COMPILED.search(text) is not None,
         tp_overlap=software.tp_overlap or core or _ASYNC_TP.search(text) is not None,
         dp_overlap=software.dp_overlap or core,
@@ -220,7 +220,7 @@ def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]
         sequence_parallel="tensor parallel only" not in (row.get("note") or ""),
         fp8_scaling="row" if _BY_ROW.search((row.get("precision") or "").lower()) else "token",
     )
-    return layout, _precision(row.get("precision") or "bf16"), (*assumed, *note)
+    return layout, stated_precision(row.get("precision") or "bf16"), (*assumed, *note)
 
 
 def _replicas(row: Row, inner: int) -> tuple[int, list[str]]:
@@ -247,7 +247,7 @@ def _recompute(row: Row, model: ModelConfig) -> tuple[Recompute, tuple[str, ...]
     return "none", ()
 
 
-def _precision(text: str) -> str:
+def stated_precision(text: str) -> str:
     precision = next((name for part, name in _PRECISIONS if part in text.lower()), None)
     if precision is None:
         raise BadInput(f"precision '{text}' is not known")

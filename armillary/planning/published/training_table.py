@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 from armillary.errors import ArmillaryError
 from armillary.planning.device_model.frameworks import interval_width, software
 from armillary.planning.published.row_case import Row, chip_of, is_fitted_on, number
-from armillary.planning.published.training_row import TrainingRow, measurement, predicted, training_row
+from armillary.planning.published.training_row import (
+    TrainingRow,
+    measurement,
+    predicted,
+    stated_precision,
+    training_row,
+)
 from armillary.planning.training.memory_breakdown import CONTEXT_BYTES, Memory, memory
 from armillary.planning.training.step_time import step_time
 from armillary.planning.training.uncertainty import Interval, interval, spread
@@ -99,10 +105,10 @@ def predict_row(row: Row, *, physics_only: bool = False) -> TrainingPrediction:
 
 def ready(row: Row, *, fitted: bool = True) -> TrainingRow:
     """The row as a case, with its framework's software."""
-    chip = chip_of(row.get("gpu") or "").name
-    return training_row(
-        row, software(row.get("framework") or "", chip=chip, model=row.get("model") or "", fitted=fitted)
-    )
+    chip, model = chip_of(row.get("gpu") or "").name, row.get("model") or ""
+    precision = stated_precision(row.get("precision") or "bf16")
+    chosen = software(row.get("framework") or "", chip=chip, model=model, precision=precision, fitted=fitted)
+    return training_row(row, chosen)
 
 
 def _priced(result: TrainingPrediction, row: TrainingRow) -> TrainingPrediction:

@@ -95,7 +95,9 @@ def _expert(case: TrainCase, layouts: Layouts, wall: Array, *, moe: bool) -> Com
     copies = experts.top_k if case.software.flex_dispatch else None
     reach = (experts.groups, experts.top_groups)
     total = 4 * case.network.all_to_all_s(size, layouts.ep, stride, copies, reach) * case.software.communication
-    window = np.where((layouts.interleave > 1) & case.software.ep_overlap, wall, 0.0)
+    hidden = (layouts.interleave > 1) & case.software.ep_overlap
+    hidden |= (layouts.pp == 1) & case.software.ep_overlap_alone
+    window = np.where(hidden, wall, 0.0)
     return CommCost(total=total, exposed=np.maximum(0.1 * total, total - window))
 
 

@@ -35,6 +35,8 @@ class Work:
     memory_forward: Array
     memory_backward: Array
     selective_recompute: Array
+    last_projection: Array
+    """forward GEMM at the end of a dense layer, whose result no backward pass reads"""
     kernels_forward: Array
     kernels_backward: Array
     tp_gemm: Array
@@ -220,7 +222,13 @@ def _matmul(case: TrainCase, piece: OpWithBackward, layouts: Layouts) -> Work:
         kernels_forward=launches * (1 + cast.kernels_forward),
         kernels_backward=launches * (2 + cast.kernels_backward),
         tp_gemm=(forward + dx + dw) * software.gemm * (sharding_of(op.name) in ("column", "row")),
+        last_projection=forward * software.gemm * _ends_layer(case, op.name),
     )
+
+
+def _ends_layer(case: TrainCase, name: str) -> bool:
+    """Whether nothing but the residual sum follows in the layer."""
+    return name == "mlp.down" and case.model.norm_at == "before" and case.model.parallel == "none"
 
 
 def gemm_s(

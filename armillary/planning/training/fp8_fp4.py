@@ -43,7 +43,8 @@ class Casts(NamedTuple):
 
 def precision_of(case: TrainCase, name: str, layouts: Layouts, gemm: Gemm) -> Ints:
     """Code of the precision of a GEMM on every layout: the layout's, or bf16 where the GEMM stays in 16 bits."""
-    stays: Bools = np.full(len(layouts), name in LOW_PRECISION_NEVER)
+    never = name in LOW_PRECISION_NEVER and not (name == "head" and case.software.narrow_head)
+    stays: Bools = np.full(len(layouts), never)
     if not case.software.narrow_experts:
         stays |= name.startswith(("moe.", "shared."))
     if case.software.fully_shard:

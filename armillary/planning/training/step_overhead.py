@@ -57,7 +57,8 @@ def launch_s(case: TrainCase, layouts: Layouts, work: Work, device: Array) -> Ar
         calls = CALLS_PER_OPERATOR * (work.kernels_forward * forwards + work.kernels_backward)
         return calls * case.curves.autograd_call_s * case.software.host
     host = (work.kernels_forward + work.kernels_backward) * kernel_launch_s(case) * case.software.host
-    routed = case.model.num_moe_layers > 0 and not case.software.flex_dispatch
+    known = case.software.flex_dispatch or case.software.static_shapes
+    routed = case.model.num_moe_layers > 0 and not known
     waits = routed & ((layouts.ep > 1) | (not case.software.fused_experts))
     return np.where(waits, host, np.maximum(0.0, host - device))
 

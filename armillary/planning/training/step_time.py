@@ -161,12 +161,12 @@ def compute_terms(work: StageWork, comm: dict[str, CommCost]) -> dict[str, Array
 
 def stage_work(case: TrainCase, layouts: Layouts) -> StageWork:
     """One micro-batch on the mean and on the slowest stage. Layouts that agree in _KEYS share the time of a layer."""
-    unique, index = _unique(layouts)
+    unique, index = _unique(layouts, by_stages=case.software.ep_overlap_alone)
     layer, comm, first, last = _layer_and_ends(case, unique)
     layer, comm = take_rows(layer, index), take_rows(comm, index)
     first, last = take_rows(first, index), take_rows(last, index)
     stages = split(case, layouts)
-    recompute = _recompute(layouts, layer)
+    recompute = _recompute(case, layouts, layer)
     forward, backward = layer.forward, layer.backward + recompute
     per_layer = forward + backward + comm.exposed
     ends, head = plus(first, last), last.forward + last.backward
@@ -188,10 +188,11 @@ def stage_work(case: TrainCase, layouts: Layouts) -> StageWork:
     )
 
 
-def _unique(layouts: Layouts) -> tuple[Layouts, Ints]:
+def _unique(layouts: Layouts, *, by_stages: bool) -> tuple[Layouts, Ints]:
     """(one layout per set that agrees in _KEYS and in expert_tp, the set of every layout)."""
     code: Ints = np.zeros(len(layouts), dtype=np.int64)
-    for column in (*(getattr(layouts, name).astype(np.int64) for name in _KEYS), layouts.expert_tp):
+    names = (*_KEYS, "pp") if by_stages else _KEYS
+    for column in (*(getattr(layouts, name).astype(np.int64) for name in names), layouts.expert_tp):
         values, inverse = distinct(column)
         code = code * len(values) + inverse
     first, index = distinct(code)
@@ -209,12 +210,13 @@ def _layer_and_ends(case: TrainCase, layouts: Layouts) -> tuple[Work, LayerComm,
     return plus(*layers), plus(*comms), *ends_work(case, layouts)
 
 
-def _recompute(layouts: Layouts, layer: Work) -> Array:
+def _recompute(case: TrainCase, layouts: Layouts, layer: Work) -> Array:
     """Seconds that the backward pass of a layer recomputes: its forward pass, or its memory-bound operations."""
     share = 1.0 / layouts.recompute_every
+    repeated = layer.forward - (layer.last_projection if case.software.stops_early else 0.0)
     return np.select(
         [layouts.recompute == FULL, layouts.recompute == SELECTIVE],
-        [layer.forward * share, layer.selective_recompute * share],
+        [repeated * share, layer.selective_recompute * share],
         0.0,
     )
 

@@ -35,3 +35,27 @@ def test_a_setting_may_belong_to_one_models_recipe() -> None:
     asked = {"framework": "Megatron-Bridge 25.09", "chip": "h100-sxm"}
     assert software(**asked, model="DeepSeekV3 (dropless)").flex_dispatch
     assert not software(**asked, model="DeepSeekV3 (tokendrop)").flex_dispatch and not software(**asked).flex_dispatch
+
+
+def test_a_setting_may_belong_to_one_precision() -> None:
+    asked = {"framework": "Megatron-Bridge 26.06", "chip": "gb200", "model": "GPT OSS 120B"}
+    assert software(**asked, precision="mxfp8").fused_experts and not software(**asked, precision="bf16").fused_experts
+
+
+def test_fixed_capacity_spares_the_wait_for_the_host_and_not_the_sorting() -> None:
+    case = case_of("mixtral-8x7b", "h100x16", sequences=32)
+    layouts = as_arrays([Layout(dp=16, ep=4, zero=1)])
+    plain = replace(PHYSICS, flex_dispatch=False)
+    both = (plain, replace(plain, static_shapes=True))
+    waits, fixed = (step_time(replace(case, software=one), layouts) for one in both)
+    assert waits.launch[0] > fixed.launch[0] and waits.memory[0] == fixed.memory[0]
+
+
+def test_all_to_alls_of_a_model_without_a_pipeline_overlap_where_the_software_does_it() -> None:
+    case = case_of("mixtral-8x7b", "h100x16", sequences=64)
+    layouts = as_arrays([Layout(dp=16, ep=8, zero=1), Layout(dp=8, pp=2, ep=8, zero=1)])
+    exposed = [
+        step_time(replace(case, software=replace(PHYSICS, ep_overlap_alone=alone)), layouts).comm_costs["ep"].exposed
+        for alone in (False, True)
+    ]
+    assert exposed[1][0] < 0.5 * exposed[0][0] and exposed[1][1] == exposed[0][1]

@@ -248,7 +248,8 @@ def test_no_framework_declares_more_than_two_numbers() -> None:
 
 
 def test_releases_are_one_framework_and_differ_in_settings_only() -> None:
-    old, new = (software(f"Megatron-Bridge {release}", chip="gb200") for release in ("25.09", "26.08"))
+    asked = {"chip": "gb200", "model": "DeepSeekV3", "precision": "mxfp8"}
+    old, new = (software(f"Megatron-Bridge {release}", **asked) for release in ("25.09", "26.08"))
     assert old.fitted == new.fitted and not old.fused_experts and new.fused_experts
     assert software("Megatron-Bridge 26.08", chip="gb200", fitted=False).fitted == {}
     assert software("somebody's trainer").fitted == common_numbers() and software("x", fitted=False).fitted == {}
