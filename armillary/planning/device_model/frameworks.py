@@ -76,6 +76,10 @@ class Software:
     stops_early: bool = False
     """full recompute stops at the last activation that the backward pass reads, so that a layer's last GEMM is not
     repeated (torch's checkpoint without re-entrant autograd, from 2.1)"""
+    adapter_dropout: bool = False
+    """the inputs of adapters pass through dropout"""
+    adapters: str = "attention"
+    """matrices with adapters where a row does not name them: attention (queries and values), or everywhere"""
     narrow_head: bool = False
     """the output projection runs in 8 or 4 bits too"""
     narrow_experts: bool = True

@@ -95,7 +95,7 @@ def training_row(row: Row, software: Software) -> TrainingRow:
         software=_settings(row, software),
         extra_heads=second,
         flash=flash,
-        lora=lora_of(row, model),
+        lora=lora_of(row, model, software.adapters),
         pure="true" in (row.get("precision") or "").lower(),
     )
     layouts = as_arrays([layout], precision)
@@ -159,7 +159,7 @@ def _least_recompute(case: TrainCase, layouts: Layouts) -> tuple[Layouts, str]:
     return layouts, "recompute taken as none"
 
 
-def lora_of(row: Row, model: ModelConfig) -> Lora | None:
+def lora_of(row: Row, model: ModelConfig, adapters: str = "attention") -> Lora | None:
     """Adapters of a fine-tuning row: as many parameters as its note states, else rank 8 on queries and values; an
     nf4 base where precision or model name says so."""
     text = f"{row.get('model')} {row.get('precision')}".lower()
@@ -167,7 +167,8 @@ def lora_of(row: Row, model: ModelConfig) -> Lora | None:
         return None
     stated = re.search(r"trainable params ([\d,]+)", row.get("note") or "")
     count = int(stated.group(1).replace(",", "")) if stated else lora_weights(model, 8)
-    return Lora(parameters=count, base_bytes=NF4_DOUBLE if "nf4-dq" in text else NF4 if "nf4" in text else 2.0)
+    base = NF4_DOUBLE if "nf4-dq" in text else NF4 if "nf4" in text else 2.0
+    return Lora(parameters=count, base_bytes=base, on=frozenset({"qkv"}) if adapters == "attention" else None)
 
 
 NF4_DOUBLE = 0.5 + 1 / 64 + 4 / (64 * 256)

@@ -21,8 +21,9 @@ from armillary.spec.model import LayerKind, ModelConfig
 EAGER = 1.1
 """factor of unfused layers over the tensors counted: rotated copies, masks, allocator padding"""
 QUANTISED = 1.4
-"""factor of a 4-bit base, which stores the inputs of frozen GEMMs too (bitsandbytes; litgpt's QLoRA against LoRA
-rows)"""
+"""factor of a 4-bit base, set on litgpt's QLoRA rows against its LoRA rows; its cause is not known"""
+DROPPED_BYTES = 3.0
+"""per element of an adapter's input behind dropout: the result in 16 bits, and a mask"""
 IMBALANCE = 1.1
 """rows of the most loaded expert rank over the mean"""
 SCORES_BYTES = 5
@@ -43,10 +44,12 @@ def activation_bytes(case: TrainCase, layouts: Layouts) -> ActivationBytes:
 def _activation_bytes(case: TrainCase, layouts: Layouts) -> ActivationBytes:
     eager = case.software.eager_layers
     each = eager_activation_bytes(case, layouts) if eager else _fused_or_eager(case, layouts)
-    if case.lora is None or case.lora.on is None:
+    if case.lora is None:
         return each
     scale = 1.0 if eager else _factor(case, layouts)
-    inner, unread = 2.0 * case.lora.inner / case.model.num_layers, _unread(case, layouts, case.lora.on)
+    inner = 2.0 * case.lora.inner / case.model.num_layers + _dropped(case)
+    read = frozenset[str]() if case.software.adapter_dropout else case.lora.on  # adapters read what dropout wrote
+    unread = _unread(case, layouts, read) if read is not None else np.zeros(len(layouts))
     return replace(
         each,
         no_recompute=each.no_recompute + scale * (inner - unread),
@@ -103,6 +106,17 @@ def _unread(case: TrainCase, layouts: Layouts, on: frozenset[str]) -> Array:
     hidden = 2.0 * model.hidden / layouts.stream_tp * (on.isdisjoint(first) + ("up" not in on) * dense)
     inner: Array = 2.0 * model.ffn / layouts.tp * ("down" not in on) * dense
     return hidden + inner
+
+
+def _dropped(case: TrainCase) -> float:
+    """Bytes per token and layer of dropout in front of adapters: one for queries, keys and values, and where every
+    matrix has one, of gate and up too."""
+    model = case.model
+    if not case.software.adapter_dropout:
+        return 0.0
+    everywhere = case.lora is not None and case.lora.on is None
+    others = model.heads * model.head_dim + model.ffn + model.hidden * (1 + model.gated)
+    return DROPPED_BYTES * (model.hidden + (others if everywhere else 0))
 
 
 def _norms(case: TrainCase, layouts: Layouts) -> Array:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from armillary.planning.device_model.frameworks import PHYSICS
 from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.activations import activation_bytes
 from armillary.planning.training.layout_prediction import predict
 from armillary.planning.training.memory_breakdown import memory
 from armillary.planning.training.step_time import step_time
-from armillary.planning.training.train_case import lora_of
+from armillary.planning.training.train_case import Lora, lora_of
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.layout import Layout
 from armillary.spec.lora import adapter_weights
@@ -119,3 +121,21 @@ def test_a_recipe_with_adapters_is_planned_with_them(cli: Cli, tmp_path: Path) -
     assert any("41.9 M weights of adapters are trained" in note for note in found["plan"]["notes"])
     full = cli("plan", str(path), "--set", "train.lora_rank=0", "--json").json
     assert full["plan"]["predicted"]["model_flops_per_token"] > 1.3 * gauges["model_flops_per_token"]
+
+
+def test_dropout_stores_its_result_and_a_mask_in_place_of_the_adapters_inputs() -> None:
+    """Inputs of frozen GEMMs are not read again; what dropout wrote is, with one byte of mask per element."""
+    model = case_of("llama-3.1-8b", "h100").model
+    attention = Lora(parameters=1, on=frozenset({"qkv"}))
+    everywhere = Lora(parameters=1)
+    layouts = as_arrays([Layout()])
+
+    def stored(lora: Lora, *, dropout: bool) -> float:
+        software = replace(PHYSICS, adapter_dropout=dropout, fused_layers=True)
+        case = replace(case_of("llama-3.1-8b", "h100", lora=lora), software=software)
+        return float(activation_bytes(case, layouts).no_recompute[0])
+
+    hidden, ffn, heads = model.hidden, model.ffn, model.heads * model.head_dim
+    assert stored(attention, dropout=True) - stored(attention, dropout=False) == 3 * hidden - 2 * hidden
+    dropped, unread = 3 * (hidden + heads + 2 * hidden + ffn), 2 * (2 * hidden + ffn)
+    assert stored(everywhere, dropout=True) - stored(everywhere, dropout=False) == dropped - unread
