@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ import click
 
 from armillary.cli import completion
 from armillary.cli.output import Output, path_text
+from armillary.cli.scaling_text import say_scaling
 from armillary.cli.verb_decorator import VerbGroup
 from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
 from armillary.diagnosis.outcome.track_record import TrackRecord, read_record
@@ -52,20 +55,45 @@ diagnose = DiagnoseGroup(
 
 
 @diagnose.verb
-@click.argument("target", shell_complete=completion.runs)
+@click.argument("targets", nargs=-1, required=True, shell_complete=completion.runs)
 @click.option("--apply", "number", type=click.IntRange(1), metavar="N", help="Write the recipe with lever N applied.")
 @click.option("--to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="File of that recipe.")
-def look(out: Output, home: Home, target: str, number: int | None, to: Path | None) -> None:
+@click.option("--alerts", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Prometheus alerts.")
+@click.option("--watch", type=click.FloatRange(1), metavar="SECONDS", help="Again every so many seconds.")
+def look(
+    out: Output,
+    home: Home,
+    targets: tuple[str, ...],
+    number: int | None,
+    to: Path | None,
+    alerts: Path | None,
+    watch: float | None,
+) -> None:
     """Which loop limits, on what evidence, and what each lever would gain.
 
-    TARGET is a run, a server's URL, a trace, gauges.jsonl, or a log of someone else's training.
+    A target is a run, a server's URL, a trace, gauges.jsonl, or a log of someone else's training. Several runs of one
+    job at different sizes are compared: where does the speed per device drop, and why?
     """
-    from armillary.diagnosis.diagnose import diagnose as diagnose_reading
-    from armillary.diagnosis.outcome.diagnosis import save
-    from armillary.diagnosis.readings.open_reading import open_reading
-
     if to is not None and number is None:
         raise BadInput(f"--to {to} says where a changed recipe goes; add --apply N")
+    if len(targets) > 1:
+        if number is not None or alerts is not None or watch is not None:
+            raise BadInput("--apply, --alerts and --watch are for one run; name one")
+        return say_scaling(out, home, targets)
+    if watch is not None:
+        if number is not None or alerts is not None:
+            raise BadInput("--watch only looks; leave out --apply and --alerts")
+        return follow(out, home, targets[0], watch)
+    _look_once(out, home, targets[0], number, to, alerts)
+
+
+def _look_once(out: Output, home: Home, target: str, number: int | None, to: Path | None, alerts: Path | None) -> None:
+    from armillary.diagnosis.diagnose import diagnose as diagnose_reading
+    from armillary.diagnosis.outcome.alerts import alerts as alerts_of
+    from armillary.diagnosis.outcome.diagnosis import save
+    from armillary.diagnosis.readings.open_reading import open_reading
+    from armillary.store.atomic import write_text
+
     reading = open_reading(target, home)
     diagnosis = diagnose_reading(reading, home)
     run = _run_of(target, reading, home)
@@ -74,8 +102,31 @@ def look(out: Output, home: Home, target: str, number: int | None, to: Path | No
     if number is not None:
         return _apply(out, home, diagnosis, run, number, to)
     say(out, diagnosis, target, applies=run is not None)
+    if alerts is not None:
+        write_text(alerts, alerts_of(diagnosis, reading))
+        out.say(f"alerts: {path_text(alerts)}, for rule_files of Prometheus")
     limit = f"{diagnosis.loop} {diagnosis.cause}" if diagnosis.loop else ""
     out.result(diagnosis, quiet=limit or ("healthy" if diagnosis.judged else "cannot be judged"))
+
+
+def follow(out: Output, home: Home, target: str, seconds: float, wait: Callable[[float], None] = time.sleep) -> None:
+    """The verdict every so many seconds, in one line while it stays the same, until it is interrupted."""
+    from armillary.diagnosis.diagnose import diagnose as diagnose_reading
+    from armillary.diagnosis.readings.open_reading import open_reading
+
+    before = None
+    try:
+        while True:
+            diagnosis = diagnose_reading(open_reading(target, home), home)
+            out.say(time.strftime("%H:%M:%S"))
+            if (diagnosis.loop, diagnosis.cause) == before:
+                out.say(f"  {diagnosis.headline}")
+            else:
+                say(out, diagnosis, target, applies=False)
+            before = (diagnosis.loop, diagnosis.cause)
+            wait(seconds)
+    except KeyboardInterrupt:
+        return
 
 
 @diagnose.verb

@@ -28,6 +28,7 @@ from armillary.diagnosis.rules import metrics_page as page_rules
 from armillary.diagnosis.rules import serving as serving_rules
 from armillary.diagnosis.rules import training as training_rules
 from armillary.diagnosis.rules import training_logs as log_rules
+from armillary.diagnosis.rules import wasted_work as waste_rules
 from armillary.profiling.profile import BUDGET
 from armillary.spec.gauges import budget_gauge
 from armillary.store.home import Home
@@ -55,7 +56,8 @@ def diagnose(reading: Reading, home: Home) -> Diagnosis:
 def rules_for(reading: Reading) -> tuple[Rule, ...]:
     """The rules for this kind of reading."""
     if reading.kind != "serving":
-        return (*device_rules.RULES, *training_rules.RULES, *goodput_rules.RULES, *log_rules.RULES)
+        of_steps = (*training_rules.RULES, *goodput_rules.RULES, *waste_rules.RULES, *log_rules.RULES)
+        return (*device_rules.RULES, *of_steps)
     return serving_rules.RULES if reading.steps else page_rules.RULES
 
 

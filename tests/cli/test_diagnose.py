@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from armillary.cli.diagnose import _run_of
+from armillary.cli.diagnose import _run_of, follow
+from armillary.cli.output import Output
 from armillary.diagnosis.outcome.diagnosis import read_diagnosis
 from armillary.diagnosis.outcome.track_record import path_of
 from armillary.diagnosis.readings.reading import Reading
@@ -232,3 +233,34 @@ def test_a_plan_from_a_healthy_run_is_its_own(cli: Cli, home: Home) -> None:
     after(home)
     cli("diagnose", "bold-heron")
     assert cli("plan", "--from", "bold-heron").out.startswith("bold-heron as it is: healthy")
+
+
+def test_runs_of_several_sizes_are_compared(cli: Cli, home: Home) -> None:
+    wide = plan_of("hardware.on=h100x16", "layout.dp=16", "train.batch_tokens=262144")
+    run_of(home, wide, name="wide-crane", step_s=1.5, data_wait_s=0.5, comm_exposed_s=0.5)
+    said = cli("diagnose", "quiet-otter", "wide-crane").out
+    assert "from 8 to 16 devices tokens/s per device drop by 33%" in said and "wide-crane" in said
+    answer = cli("diagnose", "quiet-otter", "wide-crane", "--json").json
+    assert answer["boundary"]["part"] == "comm_exposed"
+    assert cli("diagnose", "quiet-otter", "wide-crane", "--quiet").out == "16 comm_exposed\n"
+    assert "name one" in cli("diagnose", "quiet-otter", "wide-crane", "--apply", "1").err
+
+
+def test_alerts_are_written_beside_the_verdict(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "alerts.yml"
+    assert "rule_files of Prometheus" in cli("diagnose", "quiet-otter", "--alerts", str(file)).out
+    assert "armillary_data_wait" in file.read_text()
+
+
+def test_a_live_run_is_followed_until_it_is_interrupted(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
+
+    follow(Output(), home, "quiet-otter", 5.0, wait)
+    said = capsys.readouterr().out
+    assert waits == [5.0, 5.0, 5.0] and said.count("inner loop limits this run") == 3
+    assert said.count("lever 1") == 1, "what stays the same is said in one line"

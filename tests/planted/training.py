@@ -83,6 +83,14 @@ def expert_collapse(wish: Wish, home: Home) -> Path:
     )
 
 
+def dropped_tokens(wish: Wish, home: Home) -> Path:
+    """Experts take fewer tokens than a fair share, so that a good part passes them by."""
+    moe = {"num_experts": _EXPERTS, "top_k": 1, "ffn": 96}
+    mixture = {"family": "mixtral", "moe_every": 1, "ffn": 0, "moe": moe}
+    capacity = round(max(0.25, 0.8 - 0.2 * wish.severity), 2)
+    return train_small(wish, home, model=model_of(wish.size, **mixture), train={"expert_capacity": capacity})
+
+
 def many_checkpoints(wish: Wish, home: Home) -> Path:
     """Everything is saved after every step, steps are short, and each waits for its checkpoint."""
     rows = max(2, round(8 / wish.severity))
@@ -161,6 +169,14 @@ PROBLEMS = (
         loop="training",
         causes=("expert_imbalance",),
         levers=("train.balance_loss", "train.expert_capacity", "train.bias_rate"),
+    ),
+    Problem(
+        name="dropped-tokens",
+        says="experts drop a third of the tokens",
+        make=dropped_tokens,
+        loop="training",
+        causes=("dropped_tokens",),
+        levers=("train.expert_capacity",),
     ),
     Problem(
         name="many-checkpoints",

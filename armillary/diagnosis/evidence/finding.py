@@ -28,6 +28,9 @@ Cause = Literal[
     "checkpoint_stall",
     "validation_stall",
     "failures",
+    "skipped_steps",
+    "dropped_tokens",
+    "fragmentation",
     # product loop: serving
     "queueing",
     "prefill_interference",
@@ -37,6 +40,7 @@ Cause = Literal[
     "too_few_replicas",
     "batch_too_small",
     "static_batching",
+    "rejected_drafts",
 ]
 
 

@@ -145,6 +145,18 @@ STALL_TARGET_SHARE = Threshold(0.01, "share of the time to which levers bring ch
 MEMORY_FULL_SHARE = Threshold(
     0.95, "share of a device's memory beyond which the allocator has to search and a longer batch fails"
 )
+SKIPPED_STEP_SHARE = Threshold(
+    0.02,
+    "share of steps whose update is skipped; a loss scale that doubles every 2,000 steps skips 0.0005",
+    date="2026-11-19",
+)
+DROPPED_TOKEN_SHARE = Threshold(0.05, "share of routed choices that are dropped", date="2026-11-19")
+FRAGMENTED_SHARE = Threshold(
+    0.15, "share of the reserved memory that is never used; caching allocators keep about a tenth", date="2026-11-19"
+)
+SCALING_LOSS_SHARE = Threshold(
+    0.03, "share of the speed per device that a larger size must lose to be a boundary", date="2026-11-19"
+)
 
 # --- rules: other programs' logs
 
@@ -204,6 +216,8 @@ HOST_BOUND_WAIT_SHARE = Threshold(
     0.5, "share of a step spent waiting for the device, below which the host is the limit"
 )
 SCHEDULE_SHARE = Threshold(0.15, "share of a step in which the device idles while the host schedules")
+MIN_DRAFTED = Count(200, "draft tokens before acceptance is judged", date="2026-11-19")
+SPECULATION_LOSS_SHARE = Threshold(0.05, "share of decode time that drafts must cost to be a cause", date="2026-11-19")
 
 # --- rules: a metrics page alone
 

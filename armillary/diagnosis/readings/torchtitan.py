@@ -36,6 +36,7 @@ _SETTINGS = {
     "recompute": re.compile(r"Applied (\w+?)(?:AC)? activation checkpointing"),
     "compile": re.compile(r"Compiling each (\w+) with torch.compile"),
     "mesh": re.compile(r"mesh with parallelism: (.+)"),
+    "mesh_sizes": re.compile(r"device mesh with \[.*?\], \[([\d, ]+)\]"),
     "local_batch": re.compile(r"local batch size (\d+)"),
     "global_batch": re.compile(r"global batch size (\d+)"),
     "sequence": re.compile(r"sequence length (\d+)"),

@@ -30,6 +30,7 @@ from armillary.diagnosis.evidence.thresholds import (
 from armillary.diagnosis.readings.prometheus import number_of
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.server_metrics import SERVERS
+from armillary.diagnosis.rules.speculation import rejected_drafts
 from armillary.profiling.analysis.amdahl import speedup
 from armillary.spec.plan import Plan
 from armillary.units import seconds_text
@@ -376,4 +377,5 @@ RULES: tuple[Rule, ...] = (
     queueing,
     prefill_interference,
     cache_misses,
+    rejected_drafts,
 )

@@ -29,6 +29,7 @@ from armillary.diagnosis.rules.kv_cache import (
     prefix_cache_too_small,
     repeated_prefill_share,
 )
+from armillary.diagnosis.rules.speculation import rejected_drafts
 from armillary.spec.plan import Plan
 
 
@@ -168,4 +169,4 @@ DEEPER: tuple[Rule, ...] = (
     graphs_off,
 )
 """causes that explain a server that cannot keep up, before more replicas do"""
-RULES: tuple[Rule, ...] = (*DEEPER, prefill_interference, too_few_replicas, deciding_alone)
+RULES: tuple[Rule, ...] = (*DEEPER, prefill_interference, too_few_replicas, deciding_alone, rejected_drafts)

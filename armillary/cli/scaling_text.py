@@ -1,0 +1,32 @@
+"""Runs of one job at several sizes as text: a table, and where the speed per device drops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from armillary.cli.output import Output
+from armillary.store.home import Home
+
+SHOWN_PART = 0.005
+"""share below which a part of the time is left out"""
+
+
+def say_scaling(out: Output, home: Home, targets: Sequence[str]) -> None:
+    """A table of the sizes, and where the speed per device drops."""
+    from armillary.diagnosis.outcome.scaling import PARTS, scaling
+    from armillary.diagnosis.readings.open_reading import open_reading
+
+    found = scaling([open_reading(target, home) for target in targets])
+    first = found.runs[0].tokens_per_s_per_device
+    rows = []
+    for run in found.runs:
+        whole = sum(run.seconds_per_token.values())
+        lost = {name: each / whole for name, each in run.seconds_per_token.items() if name != "work"}
+        most = max(lost, key=lambda name: lost[name])
+        held = f"{PARTS[most]} {lost[most]:.0%}" if lost[most] >= SHOWN_PART else None
+        speed = run.tokens_per_s_per_device
+        rows.append([run.source, str(run.devices), f"{speed:,.0f}", f"{speed / first:.0%}", held])
+    out.table("", ["run", "devices", "tokens/s per device", "of the smallest", "most beside the work"], rows)
+    out.say(found.says)
+    part = f"{found.boundary.after.devices} {found.boundary.part}" if found.boundary else "none"
+    out.result(found, quiet=part)
