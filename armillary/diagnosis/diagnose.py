@@ -22,6 +22,7 @@ from armillary.diagnosis.levers import advice, serving, training
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.run_folder import is_disturbed
+from armillary.diagnosis.rules import clocks as clock_rules
 from armillary.diagnosis.rules import device as device_rules
 from armillary.diagnosis.rules import goodput as goodput_rules
 from armillary.diagnosis.rules import metrics_page as page_rules
@@ -39,6 +40,8 @@ BASELINE_CAUSES = ("compute", "memory_bandwidth")
 """causes that only say what the time is spent on: any other cause of the same lever goes first"""
 PRICED_CAUSES = (*BASELINE_CAUSES, *NEEDS_LEVER)
 """causes whose share is what their best lever would save, where that is more than was seen"""
+COUNTED_CAUSES = ("throttling", "idle_device")
+"""causes that a device's counters show, and whose gain only a trial or a trace can tell"""
 LOOPS = {"inner": "inner loop", "training": "training loop", "product": "product loop"}
 
 
@@ -57,14 +60,14 @@ def rules_for(reading: Reading) -> tuple[Rule, ...]:
     """The rules for this kind of reading."""
     if reading.kind != "serving":
         of_steps = (*training_rules.RULES, *goodput_rules.RULES, *waste_rules.RULES, *log_rules.RULES)
-        return (*device_rules.RULES, *of_steps)
+        return (*device_rules.RULES, *clock_rules.RULES, *of_steps)
     return serving_rules.RULES if reading.steps else page_rules.RULES
 
 
 def limits(finding: Finding, reading: Reading) -> bool:
     """Whether a cause may name the loop: a lever acts on it, or it costs so much that it is named without one."""
     heavy = finding.share >= NAME_WITHOUT_LEVER_SHARE and finding.cause not in PRICED_CAUSES
-    return heavy or is_worth(finding, reading)
+    return heavy or finding.cause in COUNTED_CAUSES or is_worth(finding, reading)
 
 
 def is_worth(finding: Finding, reading: Reading) -> bool:
@@ -79,7 +82,8 @@ def is_worth(finding: Finding, reading: Reading) -> bool:
 def is_enough(reading: Reading) -> bool:
     """Whether there is enough to judge: timed steps or requests, a page with traffic, or a recorded budget."""
     timed = len(reading.series("step_s")) or len(reading.series("engine_step_s")) or len(reading.requests)
-    known = any(name in reading.values for name in ("useful_fraction", "step_s", "e2e_s", "ttft_s", "e2e_p50_s"))
+    figures = ("useful_fraction", "step_s", "e2e_s", "ttft_s", "e2e_p50_s", "clock_fraction", "device_busy_fraction")
+    known = any(name in reading.values for name in figures)
     return timed >= MIN_TIMED or known
 
 

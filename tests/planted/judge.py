@@ -13,7 +13,16 @@ from armillary.diagnosis.evidence.finding import Lever, Rule
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.open_reading import open_reading
 from armillary.diagnosis.readings.reading import Reading
-from armillary.diagnosis.rules import device, goodput, metrics_page, serving, training, training_logs, wasted_work
+from armillary.diagnosis.rules import (
+    clocks,
+    device,
+    goodput,
+    metrics_page,
+    serving,
+    training,
+    training_logs,
+    wasted_work,
+)
 from armillary.store.home import Home
 from tests.planted.problem import ACTION, Problem, Wish
 from tests.planted.quiet import LOUD, Quiet
@@ -23,7 +32,7 @@ NEEDED = {"loop": 39 / 40, "cause": 37 / 40, "lever": 34 / 40}
 """share of the problems in which each must be right; no healthy run may be called ill"""
 ALL_RULES: dict[str, Rule] = {
     f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}": rule
-    for module in (device, training, goodput, wasted_work, training_logs, serving, metrics_page)
+    for module in (device, clocks, training, goodput, wasted_work, training_logs, serving, metrics_page)
     for rule in module.RULES
 }
 """module.rule -> rule, of all kinds of readings"""

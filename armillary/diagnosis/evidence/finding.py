@@ -17,6 +17,8 @@ Cause = Literal[
     "data_starvation",
     "sync",
     "precision",
+    "throttling",
+    "idle_device",
     # training loop: many devices
     "exposed_communication",
     "bubble",

@@ -219,6 +219,14 @@ SCHEDULE_SHARE = Threshold(0.15, "share of a step in which the device idles whil
 MIN_DRAFTED = Count(200, "draft tokens before acceptance is judged", date="2026-11-19")
 SPECULATION_LOSS_SHARE = Threshold(0.05, "share of decode time that drafts must cost to be a cause", date="2026-11-19")
 
+# --- rules: counters of devices
+
+SLOW_CLOCK_SHARE = Threshold(
+    0.12, "share of the highest clock that is missing; tensor cores at full power seldom reach it", date="2026-11-19"
+)
+HOT_SHARE = Threshold(0.2, "share of the time hot, or at the power limit, that explains a low clock", date="2026-11-19")
+IDLE_DEVICE_SHARE = Threshold(0.15, "share of the time without a kernel", date="2026-11-19")
+
 # --- rules: a metrics page alone
 
 PAGE_QUEUE_SHARE = Threshold(0.1, "share of a request's time in the queue below which requests hardly wait", PAGES)

@@ -6,7 +6,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from armillary.diagnosis.readings.deepspeed import is_deepspeed, read_deepspeed
+from armillary.diagnosis.readings.device_csv import is_device_csv, read_device_csv
 from armillary.diagnosis.readings.hf_trainer import is_trainer, parse_trainer_state, read_trainer, read_trainer_state
+from armillary.diagnosis.readings.lightning import is_lightning, read_lightning
 from armillary.diagnosis.readings.log_lines import plain_lines
 from armillary.diagnosis.readings.megatron import is_megatron, read_megatron
 from armillary.diagnosis.readings.reading import Reading
@@ -16,8 +19,14 @@ from armillary.errors import BadData, NotFound
 from armillary.store.home import Home
 from armillary.store.runs import find_run, is_run_folder
 
-READS = "torchtitan, Megatron-LM or Hugging Face Trainer output, or a trainer_state.json"
-_READERS = ((is_torchtitan, read_torchtitan), (is_megatron, read_megatron), (is_trainer, read_trainer))
+READS = "output of torchtitan, Megatron-LM, DeepSpeed, Lightning or the Hugging Face Trainer, or a trainer_state.json"
+_READERS = (
+    (is_torchtitan, read_torchtitan),
+    (is_megatron, read_megatron),
+    (is_trainer, read_trainer),  # which may run on DeepSpeed, and says more
+    (is_deepspeed, read_deepspeed),
+    (is_lightning, read_lightning),
+)
 _MOST_BYTES = 200_000_000
 
 
@@ -53,8 +62,8 @@ def _reader_of(text: str) -> Callable[[str], Reading] | None:
 
 
 _KNOWN = (
-    "gauges.jsonl, a torch-profiler or nsys trace, a metrics page of vLLM, SGLang or TGI, or a log of "
-    "torchtitan, Megatron or the Hugging Face Trainer"
+    "gauges.jsonl, a torch-profiler or nsys trace, a metrics page of vLLM, SGLang or TGI, CSV of nvidia-smi, or a log "
+    "of torchtitan, Megatron, DeepSpeed, Lightning or the Hugging Face Trainer"
 )
 _HEAD = 65_536
 _BINARY = (b"\x1f\x8b", b"SQLite format 3\x00")
@@ -95,6 +104,8 @@ def _read_file(path: Path, home: Home) -> Reading:
         return read_gauges_file(path)
     if head.startswith(_BINARY) or (_JSON.match(head) and not _STATE.search(head)):
         return read_profiled(path, home)
+    if is_device_csv(head.decode(errors="replace")):
+        return read_device_csv(path.read_text(encoding="utf-8-sig", errors="replace"), str(path))
     if is_page(path):
         return read_metrics(str(path), home)
     if is_log(path):
