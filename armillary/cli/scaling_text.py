@@ -16,17 +16,17 @@ def say_scaling(out: Output, home: Home, targets: Sequence[str]) -> None:
     from armillary.diagnosis.outcome.scaling import PARTS, scaling
     from armillary.diagnosis.readings.open_reading import open_reading
 
-    found = scaling([open_reading(target, home) for target in targets])
-    first = found.runs[0].tokens_per_s_per_device
+    result = scaling([open_reading(target, home) for target in targets])
+    first = result.runs[0].tokens_per_s_per_device
     rows = []
-    for run in found.runs:
-        whole = sum(run.seconds_per_token.values())
-        lost = {name: each / whole for name, each in run.seconds_per_token.items() if name != "work"}
+    for run in result.runs:
+        total = sum(run.seconds_per_token.values())
+        lost = {name: each / total for name, each in run.seconds_per_token.items() if name != "work"}
         most = max(lost, key=lambda name: lost[name])
-        held = f"{PARTS[most]} {lost[most]:.0%}" if lost[most] >= SHOWN_PART else None
+        waits = f"{PARTS[most]} {lost[most]:.0%}" if lost[most] >= SHOWN_PART else None
         speed = run.tokens_per_s_per_device
-        rows.append([run.source, str(run.devices), f"{speed:,.0f}", f"{speed / first:.0%}", held])
+        rows.append([run.source, str(run.devices), f"{speed:,.0f}", f"{speed / first:.0%}", waits])
     out.table("", ["run", "devices", "tokens/s per device", "of the smallest", "most beside the work"], rows)
-    out.say(found.says)
-    part = f"{found.boundary.after.devices} {found.boundary.part}" if found.boundary else "none"
-    out.result(found, quiet=part)
+    out.say(result.says)
+    part = f"{result.boundary.after.devices} {result.boundary.part}" if result.boundary else "none"
+    out.result(result, quiet=part)

@@ -88,17 +88,19 @@ class Scaling:
         if self.boundary is not None:
             return self.boundary.says
         first, last = self.runs[0], self.runs[-1]
-        kept = last.tokens_per_s_per_device / first.tokens_per_s_per_device
-        return f"{last.devices} devices keep {kept:.0%} of the speed per device that {first.devices} have: no boundary"
+        share = last.tokens_per_s_per_device / first.tokens_per_s_per_device
+        return f"{last.devices} devices keep {share:.0%} of the speed per device that {first.devices} have: no boundary"
 
 
 def scaling(readings: Sequence[Reading]) -> Scaling:
     """The runs by size, and the steepest drop between two of them."""
     runs = sorted((sized_run(reading) for reading in readings), key=lambda run: run.devices)
-    for one, other in pairwise(runs):
-        if one.devices == other.devices:
-            raise BadInput(f"{one.source} and {other.source} both ran on {one.devices} devices; give one of a size")
-    drops = [_boundary(one, other) for one, other in pairwise(runs)]
+    for before, after in pairwise(runs):
+        if before.devices == after.devices:
+            raise BadInput(
+                f"{before.source} and {after.source} both ran on {after.devices} devices; give one of a size"
+            )
+    drops = [_boundary(before, after) for before, after in pairwise(runs)]
     worst = max(drops, key=lambda drop: drop.loss)
     return Scaling(runs=tuple(runs), boundary=worst if worst.loss >= SCALING_LOSS_SHARE else None)
 
@@ -114,13 +116,13 @@ def sized_run(reading: Reading) -> SizedRun:
     rate = _tokens_per_s(reading, devices, parts.total)
     if not rate:
         raise BadInput(f"{reading.source} does not say how many tokens a step has; give runs of armillary train")
-    whole = {name: getattr(parts, name) for name in PARTS}
+    step = {name: getattr(parts, name) for name in PARTS}
     return SizedRun(
         source=reading.source,
         devices=devices,
         tokens_per_s_per_device=rate,
         domain=plan.cluster.fast_domain if plan is not None else None,
-        seconds_per_token={name: seconds / parts.total / rate for name, seconds in whole.items()},
+        seconds_per_token={name: seconds / parts.total / rate for name, seconds in step.items()},
     )
 
 

@@ -37,9 +37,9 @@ def read_deepspeed(lines: Sequence[str], source: str) -> Reading:
     """Step times from the clock; the samples per second of a line are of its last step alone."""
     merged: dict[int, Record] = {}
     for line in lines:
-        if (found := _SPEED.search(line) or _STEP.search(line)) is None:
+        if (match := _SPEED.search(line) or _STEP.search(line)) is None:
             continue
-        record: Record = {"step": int(found[1])} | read_fields(found[2], _FIELDS)
+        record: Record = {"step": int(match[1])} | read_fields(match[2], _FIELDS)
         if (when := clock(line)) is not None:
             record["time"] = when
         merged[record["step"]] = merged.get(record["step"], {}) | record

@@ -27,8 +27,8 @@ def is_lightning(lines: Sequence[str]) -> bool:
 
 def read_lightning(lines: Sequence[str], source: str) -> Reading:
     steps, notes = without_warm_up(_records(lines))
-    found = next((match for line in lines if (match := _DEVICES.search(line))), None)
-    settings = {"world_size": found[1] or found[2]} if found else {}
+    ranks = next((match for line in lines if (match := _DEVICES.search(line))), None)
+    settings = {"world_size": ranks[1] or ranks[2]} if ranks else {}
     return Reading(
         source=source, kind="training", by="lightning", steps=tuple(steps), settings=settings, notes=tuple(notes)
     )

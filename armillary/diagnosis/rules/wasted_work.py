@@ -56,15 +56,15 @@ def skipped_steps(reading: Reading, plan: Plan | None) -> Finding | None:
 def dropped_tokens(reading: Reading, plan: Plan | None) -> Finding | None:
     """Experts are full and tokens pass them by: the model that is trained is not the one that was asked for."""
     dropped = reading.series("expert_drop_fraction")
-    late = median(dropped[len(dropped) // 2 :]) if dropped else 0.0
-    if late < DROPPED_TOKEN_SHARE:
+    dropping = median(dropped[len(dropped) // 2 :]) if dropped else 0.0
+    if dropping < DROPPED_TOKEN_SHARE:
         return None
     capacity = plan.train.expert_capacity if plan is not None and plan.train is not None else None
     lever = Lever(
         title="room for every token",
         change={"train.expert_capacity": None} if capacity is not None else {},
         action="" if capacity is not None else "raise the capacity of experts",
-        speedup=1 / (1 - min(late, 0.99)),
+        speedup=1 / (1 - min(dropping, 0.99)),
         of="expert_drop_fraction",
         basis="tokens that reach their experts",
         risk="the busiest expert decides the time of a layer",
@@ -73,17 +73,17 @@ def dropped_tokens(reading: Reading, plan: Plan | None) -> Finding | None:
         loop="training",
         cause="dropped_tokens",
         rule="dropped_tokens",
-        share=max(late, QUALITY_SHARE),
+        share=max(dropping, QUALITY_SHARE),
         evidence=(
             Evidence(
                 gauge="expert_drop_fraction",
-                value=late,
+                value=dropping,
                 expected=float(DROPPED_TOKEN_SHARE),
                 against="most that does not show in the loss",
             ),
         ),
         levers=(lever,),
-        says=f"{late:.0%} of the choices find their expert full and are dropped"
+        says=f"{dropping:.0%} of the choices find their expert full and are dropped"
         + (f" at a capacity of {capacity:g}" if capacity is not None else ""),
     )
 

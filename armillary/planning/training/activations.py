@@ -115,8 +115,8 @@ def _dropped(case: TrainCase) -> float:
     if not case.software.adapter_dropout:
         return 0.0
     everywhere = case.lora is not None and case.lora.on is None
-    others = model.heads * model.head_dim + model.ffn + model.hidden * (1 + model.gated)
-    return DROPPED_BYTES * (model.hidden + (others if everywhere else 0))
+    further = model.heads * model.head_dim + model.ffn + model.hidden * (1 + model.gated)
+    return DROPPED_BYTES * (model.hidden + (further if everywhere else 0))
 
 
 def _norms(case: TrainCase, layouts: Layouts) -> Array:
