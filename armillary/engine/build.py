@@ -217,6 +217,8 @@ def _check_cache(model: Transformer, kv_dtype: str, group: Group | None) -> None
     device = next(model.parameters()).device.type
     if kv_dtype in CACHE_DTYPES and model.config.mla is not None:
         raise BadInput("latents are not cached in 8 bits yet; leave serve.kv_dtype=auto")
+    if kv_dtype in CACHE_DTYPES and any(kind.attention == "2-simplicial" for kind in model.config.layers):
+        raise BadInput("keys and values of 2-simplicial layers are not cached in 8 bits yet; leave serve.kv_dtype=auto")
     if kv_dtype == "fp8" and device != "cpu" and lacking(("fp8",), device):
         raise BadInput("a KV cache in fp8 is for a GPU of compute capability 8.9 or more; leave serve.kv_dtype=auto")
     if kv_dtype != "int8":

@@ -14,10 +14,16 @@ def unbuildable(config: ModelConfig) -> str | None:
     reasons = {
         "latent attention with windows": config.mla is not None and kinds != {"full"},
         "latent attention without rotary positions": config.mla is not None and not rotates,
-        "2-simplicial attention": "simplicial" in kinds,
+        "2-simplicial attention with more than a scaled softmax": "2-simplicial" in kinds and _is_more(config),
         "a bias on a tied output projection": config.tied and config.head_bias,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _is_more(config: ModelConfig) -> bool:
+    """Latents, gates, sinks, caps, clamps, ALiBi or a norm over all heads: what the layer of pairs does not have."""
+    parts = (config.mla, config.attention_gate, config.sinks, config.attention_softcap, config.qkv_clip)
+    return any(parts) or config.positions == "alibi" or config.qk_norm == "all"
 
 
 def refuse_unbuildable(config: ModelConfig) -> None:

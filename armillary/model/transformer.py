@@ -26,6 +26,7 @@ from armillary.model.layers.latent_attention import LatentAttention
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm, hidden_norm
 from armillary.model.layers.rope import CosSin, RotaryTable
+from armillary.model.layers.simplicial_attention import SimplicialAttention
 from armillary.model.moe.experts import MixtureOfExperts, Router
 from armillary.model.quantized.packed_linear import PackedEmbedding
 from armillary.model.random_values import PartOf, all_of, fill_normal
@@ -193,8 +194,10 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
     return torch.tensor(value, dtype=dtype, device="cpu").item()
 
 
-def _mixer(config: ModelConfig, kind: LayerKind) -> Attention | LatentAttention | GatedDeltaNet:
+def _mixer(config: ModelConfig, kind: LayerKind) -> Attention | LatentAttention | GatedDeltaNet | SimplicialAttention:
     """What mixes the tokens of a sequence."""
+    if kind.attention == "2-simplicial":
+        return SimplicialAttention(config, kind)
     if kind.attention == "gated_delta":
         return GatedDeltaNet(config)
     return Attention(config, kind) if config.mla is None else LatentAttention(config)

@@ -22,6 +22,7 @@ from armillary.model.layers.gated_delta_net import GatedDeltaNet
 from armillary.model.layers.latent_attention import LatentAttention
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
+from armillary.model.layers.simplicial_attention import SimplicialAttention
 from armillary.model.moe.experts import MixtureOfExperts
 from armillary.model.transformer import Block, Transformer
 from armillary.parallel.collectives import Group, all_gather, gather, scatter, share, summed, summed_for_each
@@ -82,6 +83,10 @@ def _shard_block(block: Block, mesh: DeviceMesh, sharding: _TensorSharding) -> N
         _shard_rows(attention.qkv, mesh, sharding)
         localise(attention, mesh, dict.fromkeys(("conv_CW", "log_rate_V", "rate_bias_V"), ROWS))
         localise(attention.norm, mesh, {"weight": SHARED})
+    elif isinstance(attention, SimplicialAttention):
+        _shard_rows(attention.qkv, mesh, sharding)
+        for norm in (each for each in (attention.q_norm, attention.k_norm) if each is not None):
+            localise(norm, mesh, {"weight": SHARED, "bias": SHARED})
     else:
         _shard_rows(attention.qkv, mesh, sharding)
         _shard_heads(attention, mesh, sharding.group)

@@ -116,9 +116,9 @@ def _attention(config: ModelConfig, kind: LayerKind, names: set[str]) -> dict[st
         return {}
     if kind.attention == "gated_delta" or config.attention_gate:
         raise BadRecipe(f"the gated layers of {config.name} take no adapters yet; try --set train.lora_rank=0")
-    if config.mla is not None and kind.attention != "simplicial":
+    if config.mla is not None and kind.attention != "2-simplicial":
         return _latent_attention(config, config.mla, names)
-    if kind.attention == "simplicial":
+    if kind.attention == "2-simplicial":
         raise BadRecipe(f"the attention of {config.name} takes no adapters yet; try --set train.lora_on=gate_up,down")
     dim, group = config.head_dim, config.heads // config.kv_heads
     qkv = _target(config, "qkv", names, inputs=config.hidden, periods=config.kv_heads, widths=(group * dim, dim, dim))

@@ -11,7 +11,7 @@ from typing import Literal
 
 from armillary.errors import BadModel
 
-Attention = Literal["full", "sliding", "chunked", "simplicial", "gated_delta"]
+Attention = Literal["full", "sliding", "chunked", "2-simplicial", "gated_delta"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped"]
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
@@ -269,7 +269,7 @@ class ModelConfig:
         kinds = {kind.attention for kind in self.layers}
         if kinds & {"sliding", "chunked"} and not self.window:
             raise BadModel(f"{name}: sliding or chunked layers need a window; set window")
-        if "simplicial" in kinds and self.simplicial is None:
+        if "2-simplicial" in kinds and self.simplicial is None:
             raise BadModel(f"{name}: simplicial layers need [model.simplicial] window_1 and window_2")
         if "gated_delta" in kinds:
             _check_gated_delta(self)

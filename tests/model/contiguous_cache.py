@@ -6,6 +6,7 @@ from torch import Tensor
 from armillary.errors import BadInput
 from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.delta.gated_delta import DeltaHeads, DeltaState, gated_delta
+from armillary.kernels.simplicial.simplicial import reference as simplicial
 from armillary.model.layers.attention_forms import Attend, OverLatents, Recur, WithState, masked
 from armillary.spec.model import ModelConfig
 
@@ -23,7 +24,12 @@ class ContiguousCache:
         self, config: ModelConfig, *, batch: int, length: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         mla, outer = config.mla, (config.num_layers, batch, length)
-        shape = (*outer, config.kv_heads, config.head_dim) if mla is None else (*outer, 1, mla.kv_rank + mla.rope_dim)
+        in_pairs = any(kind.attention == "2-simplicial" for kind in config.layers)
+        shape = (
+            (*outer, (1 + in_pairs) * config.kv_heads, config.head_dim)
+            if mla is None
+            else (*outer, 1, mla.kv_rank + mla.rope_dim)
+        )
         self.length, self.rank = length, None if mla is None else mla.kv_rank
         self.keys_LBSKD = torch.zeros(shape, dtype=dtype, device=device)
         self.states: dict[int, DeltaState] = {}
@@ -39,10 +45,18 @@ class ContiguousCache:
         index_1S = torch.arange(upto, device=positions_BT.device)[None]
 
         def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
-            keys, values = self.keys_LBSKD[layer], self.values_LBSKD[layer]
+            heads = k_BTKD.shape[2]
+            keys, values = self.keys_LBSKD[layer, :, :, :heads], self.values_LBSKD[layer, :, :, :heads]
             keys[rows_B1, positions_BT] = k_BTKD.to(keys.dtype)
             values[rows_B1, positions_BT] = v_BTKD.to(values.dtype)
             seen_keys, seen_values = keys[:, :upto].to(q_BTND.dtype), values[:, :upto].to(q_BTND.dtype)
+            if options.pair_windows[0]:
+                lasts = (positions_BT[:, -1] + 1).tolist()
+                rows = [
+                    simplicial(q_BTND[[b]], seen_keys[[b], :last], seen_values[[b], :last], options)
+                    for b, last in enumerate(lasts)
+                ]
+                return torch.cat(rows)
             return masked(q_BTND, seen_keys, seen_values, options, positions_BT, index_1S, None)
 
         def latent(layer: int, q_BTNL: Tensor, k_BT1L: Tensor, v_BT1C: Tensor, options: AttentionOptions) -> Tensor:

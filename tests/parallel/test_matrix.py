@@ -56,7 +56,7 @@ def test_a_row_takes_the_place_of_an_earlier_one() -> None:
 def test_strategies_are_named_as_people_type_them() -> None:
     assert chosen([]) == list(ALL)
     assert chosen(["tp"]) == ["tp"] and chosen(["PPxTP"]) == ["pp × tp"]
-    groups = ("dense", "experts", "latent", "gpt-oss", "qwen3-next")
+    groups = ("dense", "experts", "latent", "gpt-oss", "qwen3-next", "2-simplicial")
     assert {name for group in groups for name in chosen([group])} == set(ALL)
     assert "pp × HSDP" in chosen(["hsdp × tp", "pp"]) and "cp" not in chosen(["pp"])
     with pytest.raises(BadInput, match="no strategy 'zero-4'; did you mean 'ZeRO-"):

@@ -9,9 +9,9 @@ import pytest
 
 from armillary.spec.layout import Layout
 from armillary.spec.model import ModelConfig
-from armillary.training.parity.case import Case, Outcome, error, gpt_oss, latent, many, qwen3_next, tiny
+from armillary.training.parity.case import Case, Outcome, error, gpt_oss, latent, many, qwen3_next, simplicial, tiny
 from armillary.training.parity.matrix import BARS, alone, refuses_selective
-from armillary.training.parity.strategies import GPT_OSS, LATENT, QWEN3_NEXT, STRATEGIES, layout_of
+from armillary.training.parity.strategies import GPT_OSS, LATENT, QWEN3_NEXT, SIMPLICIAL, STRATEGIES, layout_of
 from tests.ranks import Ranks
 
 
@@ -43,6 +43,7 @@ SOME = {
     latent: ("latent: tp", "latent: tp + sp", "latent: cp"),
     gpt_oss: ("gpt-oss: tp + sp", "gpt-oss: ep × FSDP2"),
     qwen3_next: ("qwen3-next: tp", "qwen3-next: tp + sp", "qwen3-next: ep × FSDP2", "qwen3-next: pp (1F1B)"),
+    simplicial: ("2-simplicial: tp + sp", "2-simplicial: ZeRO-3 (FSDP2)", "2-simplicial: pp (1F1B)"),
 }
 """of each model; the others are slow"""
 
@@ -53,7 +54,12 @@ SOME = {
         *((model, 2, names) for model, names in SOME.items()),
         *(
             pytest.param(model, world, tuple(names), marks=pytest.mark.slow)
-            for model, names in ((latent, LATENT), (gpt_oss, GPT_OSS), (qwen3_next, QWEN3_NEXT))
+            for model, names in (
+                (latent, LATENT),
+                (gpt_oss, GPT_OSS),
+                (qwen3_next, QWEN3_NEXT),
+                (simplicial, SIMPLICIAL),
+            )
             for world in (2, 4, 8)
         ),
     ],

@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from armillary.errors import ArmillaryError, BadInput
+from armillary.model.layers.attention_forms import plain
+from armillary.model.text.tokenizer import Tokenizer
+from armillary.model.weights.hf_weights import load_model
 from armillary.parallel.consensus import AgreedError
 from armillary.profiling.profile import BUDGET
 from armillary.spec.gauges import GAUGES, budget_gauge
@@ -135,6 +139,34 @@ def test_two_ranks_from_plan_to_export(
     assert records[1]["source"]["memory_activations_bytes"] == "tracker"
     listed = cli("runs", "--json").json
     assert (listed[0]["state"], listed[0]["step"]) == ("finished", 8) and listed[0]["checkpoints"] == [4, 8]
+
+
+def test_a_model_of_pairs_trains_and_its_export_is_served_as_it_answers_itself(
+    file: Callable[..., str], cli: Cli, home: Home
+) -> None:
+    """2-simplicial layers between plain ones, over packed documents; greedy answers of the engine are those of the full
+    forward pass over all tokens so far."""
+    path = file(
+        "model.attention_pattern=2-simplicial,full",
+        "model.simplicial.window_1=4",
+        "model.simplicial.window_2=12",
+        "train.steps=4",
+        "train.save_every=2",
+    )
+    outcome = cli("train", path, "--json").json
+    folder = Path(outcome["export"])
+    assert json.loads((folder / "config.json").read_text())["simplicial_windows"] == [4, 12]
+    assert saved_steps(newest(home)) == [2, 4]
+    weights, tokenizer = load_model(folder, dtype="fp32"), Tokenizer.load(folder)
+    tokens = tokenizer.encode("import os")
+    made = cli(
+        "generate", str(folder), "import os", "--max-tokens", "12", "--temperature", "0", "--dtype", "fp32", "--json"
+    ).json
+    for _ in range(12):
+        ids = torch.tensor([tokens])
+        hidden = weights(ids, torch.arange(len(tokens))[None], plain)
+        tokens = [*tokens, int(weights.head(hidden[0, -1]).argmax())]
+    assert tokenizer.decode(tokens[-12:]) in str(made)
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(

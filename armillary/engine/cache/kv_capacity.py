@@ -45,7 +45,7 @@ class KVPlan:
         config = self.config
         if config.mla is not None:
             return config.mla.kv_rank + config.mla.rope_dim
-        twice = any(layer.attention == "simplicial" for layer in config.layers)
+        twice = any(layer.attention == "2-simplicial" for layer in config.layers)
         return 2 * ceil(config.kv_heads / self.tp) * config.head_dim * (2 if twice else 1)
 
     @property

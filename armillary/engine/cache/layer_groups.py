@@ -83,7 +83,7 @@ def group_size(counts: list[int]) -> int:
 
 
 def _sight(config: ModelConfig, layer: LayerKind) -> tuple[str, int]:
-    if layer.attention == "simplicial":
+    if layer.attention == "2-simplicial":
         assert config.simplicial is not None
         return "window", max(config.simplicial.window_1, config.simplicial.window_2)
     if layer.attention == "full":

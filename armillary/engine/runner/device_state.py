@@ -3,6 +3,7 @@
 A token that one step samples is written here and read by the next: the host only sends rows and positions.
 """
 
+import math
 from copy import copy
 
 import numpy as np
@@ -25,7 +26,19 @@ def block_shape(config: ModelConfig, block_tokens: int, kv_heads: int | None = N
     rank has not all of them."""
     if config.mla is not None:
         return block_tokens, config.mla.kv_rank + config.mla.rope_dim
-    return 2, kv_heads or config.kv_heads, block_tokens, config.head_dim
+    in_pairs = any(kind.attention == "2-simplicial" for kind in config.layers)
+    return 2, (1 + in_pairs) * (kv_heads or config.kv_heads), block_tokens, config.head_dim
+
+
+def with_heads(blocks: Tensor, heads: int) -> Tensor:
+    """A layer's blocks [block, 2, heads, token, dim] where others of the model have more heads: within a block adjacent
+    in memory, as kernels want it, or the first of the lists that `by_heads` makes."""
+    if blocks.shape[2] == heads:
+        return blocks
+    if not blocks[0].is_contiguous():
+        return blocks[:, :, :heads]
+    shape = (2, heads, *blocks.shape[3:])
+    return blocks.flatten(1)[:, : math.prod(shape)].unflatten(1, shape)
 
 
 class DeviceRows:

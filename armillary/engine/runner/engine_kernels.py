@@ -26,6 +26,7 @@ from armillary.kernels.paged.qkv_to_cache import QKV_CACHE, QkvCase, qkv_cache, 
 from armillary.kernels.pointwise.activation import ACTIVATE, ActivationCase, activate
 from armillary.kernels.sampling.logprobs import LOGPROBS, LogprobCase, logprobs
 from armillary.kernels.sampling.sampling import SAMPLE, SampleCase, sample, sample_rows
+from armillary.kernels.simplicial.paged import PAGED_SIMPLICIAL, PagedSimplicialCase, paged_simplicial
 from armillary.spec.model import ModelConfig
 
 Run = Callable[..., Any]
@@ -46,6 +47,8 @@ class EngineKernels:
     latent_decode: Run = latent_decode
     latent_prefill: Run = latent_prefill
     delta_rows: Run = delta_rows
+    pairs: Run = paged_simplicial
+    """2-simplicial attention over the cache"""
     tokens: Run | None = None
     """`qkv_cache` and `attention` fused, for a few sequences with one new token each; none: one after the other"""
     look_up: Run | None = None
@@ -105,7 +108,7 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     fused = on_triton and config.mla is None and not attention["norms_apart"]
     moe, grouped_moe = _moe(config, SMALL_MOE, 2, on), _moe(config, GROUPED_MOE, _CHECKED, on)
     grouped = _grouped(config, batch, on) if grouped_moe is None else None
-    delta = _delta(config, batch, on)
+    delta, pairs = _delta(config, batch, on), _pairs(config, batch, on)
     return EngineKernels(
         grouped=grouped,
         moe=moe,
@@ -117,9 +120,10 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         ),
         **attention,
         delta_rows=delta_rows if delta is None else delta.run,
+        pairs=paged_simplicial if pairs is None else pairs.run,
         **_decode_kernels(device, fused=fused),
         capturable=on_triton
-        and (delta is None or delta.version == "triton")
+        and all(each is None or each.version == "triton" for each in (delta, pairs))
         and (config.moe is None or grouped is not None or grouped_moe is not None),
         lora=_first(LORA, LoraCase(rows=batch, slots=2, rank=8, outputs=config.hidden, inputs=config.hidden, **on)),
         sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),
@@ -175,6 +179,24 @@ def _delta(config: ModelConfig, batch: int, on: dict[str, Any]) -> Any:
         **on,
     )
     return choose(DELTA_ROWS, case, deterministic=True)
+
+
+def _pairs(config: ModelConfig, batch: int, on: dict[str, Any]) -> Any:
+    """2-simplicial layers; None where the model has none."""
+    windows = config.simplicial
+    if windows is None or all(kind.attention != "2-simplicial" for kind in config.layers):
+        return None
+    case = PagedSimplicialCase(
+        batch=batch,
+        context=min(config.context, 256),
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        window_1=windows.window_1,
+        window_2=windows.window_2,
+        **on,
+    )
+    return choose(PAGED_SIMPLICIAL, case, deterministic=True)
 
 
 def _grouped(config: ModelConfig, batch: int, on: dict[str, Any]) -> Run | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from armillary.engine.cache.layer_groups import Group, state_places
 from armillary.engine.runner.adapter_slots import AdapterSlots
-from armillary.engine.runner.device_state import DeviceRows
+from armillary.engine.runner.device_state import DeviceRows, with_heads
 from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.latent_layer import attend_latents
 from armillary.engine.runner.layer import Layer, full_qk_norm, make_layer, without_gates
@@ -28,6 +28,7 @@ from armillary.kernels.latent.latent_forms import LatentBatch, latent_batch, mos
 from armillary.kernels.moe.expert_load import ExpertLoad
 from armillary.kernels.paged.paged_attention import PagedBatch
 from armillary.kernels.paged.qkv_to_cache import can_attend
+from armillary.kernels.simplicial.paged import write_pairs
 from armillary.model.layers.norm import Norm
 from armillary.model.moe.sorted_dispatch import SortedDispatch
 from armillary.model.quantized.packed_linear import PackedLinear
@@ -240,8 +241,14 @@ class Forward:
             assert isinstance(batch, LatentBatch) and cos is not None and sin is not None
             return attend_latents(layer.latent, qkv, blocks, batch, slots_T, (cos, sin), self.kernels)
         assert isinstance(batch, PagedBatch)
+        if layer.pairs is not None:
+            angles = None if cos is None or sin is None else (cos[:, None], sin[:, None])
+            q_TND, k_TJD, v_TJD = layer.pairs.heads(qkv, angles, self.query_group)
+            write_pairs(k_TJD, v_TJD, blocks, slots_T)
+            return self.kernels.pairs(q_TND, blocks, batch, layer.options).flatten(1)  # type: ignore[no-any-return]
         qkv, gates = without_gates(layer, qkv, self.head_dim, self.query_group)
-        mixed = self._attend(layer, qkv, blocks, context)
+        kv_heads = qkv.shape[1] // self.head_dim // (self.query_group + 2)
+        mixed = self._attend(layer, qkv, with_heads(blocks, kv_heads), context)
         return mixed if gates is None else mixed * torch.sigmoid(gates)
 
     def _attend(self, layer: Layer, qkv: Tensor, blocks: Tensor, context: LayerInputs) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.layer_groups import state_places
 from armillary.engine.request.sequence import Sequence
-from armillary.engine.runner.device_state import block_shape
+from armillary.engine.runner.device_state import block_shape, with_heads
 from armillary.engine.runner.recurrent_states import RecurrentStates, make_states
 from armillary.engine.scheduler.decision import Decision
 from armillary.kernels.attention.attention import AttentionOptions
@@ -20,6 +20,7 @@ from armillary.kernels.delta.gated_delta import DeltaHeads, DeltaState, gated_de
 from armillary.kernels.latent.latent_decode import latent_decode
 from armillary.kernels.paged.paged_attention import PagedBatch, paged_attention
 from armillary.kernels.sampling.sampling import Draws, Penalties, sample_rows
+from armillary.kernels.simplicial.paged import paged_simplicial
 from armillary.model.layers.attention_forms import Attend, OverLatents, Recur, WithState
 from armillary.model.transformer import Transformer
 
@@ -127,10 +128,11 @@ class PlainExecutor:
 
         def attend(layer: int, q_1TND: Tensor, k_1TKD: Tensor, v_1TKD: Tensor, options: AttentionOptions) -> Tensor:
             group, slot = self._place[layer]
-            blocks = self.blocks[slot]
+            blocks = with_heads(self.blocks[slot], k_1TKD.shape[2])
             for index, x_1TKD in enumerate((k_1TKD, v_1TKD)):
                 blocks[:, index].transpose(1, 2)[pages_GT[group], places_T] = x_1TKD[0].to(blocks.dtype)
-            return paged_attention(q_1TND[0], blocks, batches[group], options)[None]
+            run = paged_simplicial if options.pair_windows[0] else paged_attention
+            return run(q_1TND[0], blocks, batches[group], options)[None]
 
         if self._states is not None:
             return WithState(attend, self._recur(self._states, spans))

@@ -124,19 +124,20 @@ def local_part(name: str, shape: Sequence[int], config: ModelConfig, group: Grou
         offsets, sizes = shard_box(shape, [(0, group.size, group.rank)])
         return sizes, box_need(shape, offsets, sizes)
     if ".attention.qkv." in name:
-        need = Need(qkv_rows(config, group), Span(0, matrix_shape(shape)[1]))
+        in_pairs = config.layers[int(name.split(".")[1])].attention == "2-simplicial"
+        need = Need(qkv_rows(config, group, in_pairs=in_pairs), Span(0, matrix_shape(shape)[1]))
         return (sum(span.size for span in need.rows), *shape[1:]), need
     dim = 0 if name == "output.weight" else next((dim for end, dim in _SHARDED.items() if name.endswith(end)), None)
     offsets, sizes = shard_box(shape, [] if dim is None else [(dim, group.size, group.rank)])
     return sizes, box_need(shape, offsets, sizes)
 
 
-def qkv_rows(config: ModelConfig, group: Group) -> tuple[Span, ...]:
-    """Full groups of [q…, k, v] with their gates, where there are some; where ranks share a KV head, its queries and
-    gates are sharded and its key and value replicated."""
+def qkv_rows(config: ModelConfig, group: Group, *, in_pairs: bool = False) -> tuple[Span, ...]:
+    """Full groups of [q…, k, v], or with two keys and values `in_pairs`, with their gates, where there are some; where
+    ranks share a KV head, its queries and gates are sharded and its key and value replicated."""
     members, dim = config.heads // config.kv_heads, config.head_dim
     gates = members * dim * config.attention_gate
-    height = (members + 2) * dim + gates
+    height = (members + (4 if in_pairs else 2)) * dim + gates
     if config.kv_heads >= group.size:
         local = config.kv_heads // group.size * height
         return (Span(group.rank * local, (group.rank + 1) * local),)

@@ -5,6 +5,7 @@ more ranks than KV heads, several hold the same one. Every rank samples the toke
 same seeds, so that the next step finds them on its own device.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from armillary.model.moe.packed_experts import PackedExperts
 from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
 from armillary.model.weights.adapter_folder import Adapter, read_adapter
 from armillary.parallel.collectives import Group, all_gather, all_reduce
+from armillary.parallel.loading.read_plan import Span
 from armillary.parallel.world import World
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
@@ -92,7 +94,8 @@ def _shard_weights(layer: Layer, config: ModelConfig, group: Group) -> None:
     elif layer.latent is not None:
         _shard_latent(layer, layer.latent, group)
     else:
-        layer.qkv = _shard_qkv(_plain(layer.qkv), config, group)
+        spans = qkv_rows(config, group, in_pairs=layer.pairs is not None)
+        layer.qkv = _cut(_plain(layer.qkv), spans)
     layer.out = _columns(_plain(layer.out), slice(rank * local, (rank + 1) * local))
     if layer.up is not None and layer.down is not None:
         up, down = _plain(layer.up), _plain(layer.down)
@@ -132,10 +135,8 @@ def _drop_bias(experts: Experts | PackedExperts) -> None:
         experts.down_bias_EH.data.zero_()
 
 
-def _shard_qkv(qkv: Dense, config: ModelConfig, group: Group) -> Dense:
-    """Full groups of [q…, k, v]; where ranks share a KV head, its queries are sharded and its key and value
-    replicated."""
-    spans = qkv_rows(config, group)
+def _cut(qkv: Dense, spans: Sequence[Span]) -> Dense:
+    """These rows."""
     weight, bias = (None if x is None else torch.cat([x[a:b] for a, b in spans]) for x in (qkv.weight, qkv.bias))
     assert weight is not None
     return Dense(weight, bias)

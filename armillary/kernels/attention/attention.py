@@ -33,6 +33,10 @@ class AttentionOptions:
     scale: float | None = None  # of the scores; None: 1/√D
     window: int = 0  # keys that a query sees, itself included; 0: all
     chunk: int = 0  # queries see keys of the same chunk of so many positions only; 0: all
+    pair_windows: tuple[int, int] = (
+        0,
+        0,
+    )  # of first and second keys of 2-simplicial attention; (0, 0): none
     softcap: float = 0.0  # c·tanh(x/c) on the scores; 0: none
     causal: bool = True  # whether keys after a query are hidden from it
     scales_2K: Tensor | None = None  # factors of the keys and values of a quantised paged cache

@@ -215,6 +215,8 @@ OPS: dict[str, str] = {
     "activate": "pointwise.activation:ACTIVATE",
     "linear_cross_entropy": "loss.linear_cross_entropy:LINEAR_CROSS_ENTROPY",
     "attention": "attention.attention:ATTENTION",
+    "simplicial": "simplicial.simplicial:SIMPLICIAL",
+    "paged_simplicial": "simplicial.paged:PAGED_SIMPLICIAL",
     "small_linear": "gemm.skinny:SMALL_LINEAR",
     "small_moe": "moe.moe:SMALL_MOE",
     "grouped_moe": "moe.moe:GROUPED_MOE",

@@ -66,17 +66,18 @@ def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: At
     """out [T, N, D]: each query sees the keys of its sequence up to its own. Tokens after the last sequence give
     zeros."""
     # a new batch: rows may have changed in place since they were last read
-    return _by_sequence(q_TND, cache, replace(batch), options, _explicit)
+    return attend_by_sequence(q_TND, cache, replace(batch), options, _explicit)
 
 
 def by_sdpa(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions) -> Tensor:
     """One sequence at a time through torch's attention: the faster version on a CPU."""
-    return _by_sequence(q_TND, cache, batch, options, _sdpa if options.is_plain else _explicit)
+    return attend_by_sequence(q_TND, cache, batch, options, _sdpa if options.is_plain else _explicit)
 
 
-def _by_sequence(
+def attend_by_sequence(
     q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions, attend: Callable[..., Tensor]
 ) -> Tensor:
+    """`attend(q, k, v, options)` for one sequence after the other, with all its keys."""
     out = None
     for b, (begin, end, length) in enumerate(batch.spans):
         if begin >= end or not length:

@@ -38,7 +38,7 @@ class Attention(nn.Module):
         rows = (config.heads * (1 + config.attention_gate) + 2 * config.kv_heads) * config.head_dim
         self.qkv = nn.Linear(config.hidden, rows, bias=config.qkv_bias)
         self.out = nn.Linear(config.heads * config.head_dim, config.hidden, bias=config.out_bias)
-        self.q_norm, self.k_norm = _qk_norms(config, kind)
+        self.q_norm, self.k_norm = qk_norms(config, kind)
         self.norm_whole = config.qk_norm == "all"
         self.sinks_N = nn.Parameter(torch.empty(config.heads)) if config.sinks else None
         self.alibi = (config.heads, config.alibi_max) if config.positions == "alibi" else None
@@ -121,7 +121,8 @@ def split_gate(fused: Tensor, group: int, head_dim: int) -> tuple[Tensor, Tensor
     return grouped[..., : group + 2, :].flatten(-3), grouped[..., group + 2 :, :].flatten(-3)
 
 
-def _qk_norms(config: ModelConfig, kind: LayerKind) -> tuple[Norm | None, Norm | None]:
+def qk_norms(config: ModelConfig, kind: LayerKind) -> tuple[Norm | None, Norm | None]:
+    """The norms of queries and of keys, where the model has them."""
     if config.qk_norm == "none" or (config.qk_norm_kind == "plain" and not kind.rope):
         return None, None
     all_heads = config.qk_norm == "all"

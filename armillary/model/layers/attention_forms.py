@@ -15,6 +15,7 @@ from torch import Tensor
 from armillary.kernels.attention.attention import AttentionOptions, in_chunks
 from armillary.kernels.core.dtype import widen
 from armillary.kernels.delta.gated_delta import DeltaHeads, gated_delta
+from armillary.kernels.simplicial.simplicial import by_blocks
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
 
@@ -71,6 +72,8 @@ def _over(attend: Attend, documents_BT: Tensor | None) -> Attend:
 
 def plain(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
     """Causal attention within the call: every row is one sequence from its first token on."""
+    if options.pair_windows[0]:
+        return by_blocks(q_BTND, k_BTKD, v_BTKD, options)
     num_tokens = q_BTND.shape[1]
     reach = options.window or options.chunk
     if options.is_plain and (not reach or num_tokens <= reach):
@@ -98,6 +101,8 @@ def packed(documents_BT: Tensor) -> Attend:
         return torch.zeros(hidden_BTS.shape, dtype=dtype, device=hidden_BTS.device).masked_fill_(hidden_BTS, -torch.inf)
 
     def attend(layer: int, q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions) -> Tensor:
+        if options.pair_windows[0]:
+            return by_blocks(q_BTND, k_BTKD, v_BTKD, _without_chunk(options, documents_BT))
         if options.is_plain and not torch.compiler.is_compiling():
             mask_BTS = added(options.window, options.chunk, q_BTND.dtype)
             return _sdpa(q_BTND, k_BTKD, v_BTKD, options.scale, mask=mask_BTS[:, None])
@@ -106,7 +111,11 @@ def packed(documents_BT: Tensor) -> Attend:
     return _over(attend, documents_BT)
 
 
-def chosen(functions: Mapping[tuple[int | None, bool], AttentionFunction], documents_BT: Tensor | None) -> Attend:
+Sight = int | tuple[int, int] | None
+"""the window of a layer, or its two windows of pairs; None: all tokens"""
+
+
+def chosen(functions: Mapping[tuple[Sight, bool], AttentionFunction], documents_BT: Tensor | None) -> Attend:
     """Plain or packed attention by the functions that were chosen for a layer's window and for rows with or without
     documents, with the signature of `kernels.attention.attention.reference`; the reference functions where none was."""
 
@@ -118,7 +127,8 @@ def chosen(functions: Mapping[tuple[int | None, bool], AttentionFunction], docum
         numbers_BT = documents_BT
         if options.chunk:  # documents are split into chunks, which every version has
             numbers_BT = in_chunks(documents_BT, options.chunk, q_BTND.shape[0], q_BTND.shape[1], q_BTND.device)
-        run = functions.get((options.window or None, numbers_BT is not None))
+        pairs = options.pair_windows if options.pair_windows[0] else None
+        run = functions.get((pairs or options.window or None, numbers_BT is not None))
         if run is None:
             return otherwise()(layer, q_BTND, k_BTKD, v_BTKD, options)
         return run(q_BTND, k_BTKD, v_BTKD, _without_chunk(options, numbers_BT))
@@ -135,6 +145,7 @@ def _without_chunk(options: AttentionOptions, documents_BT: Tensor | None = None
         scale=options.scale,
         window=options.window,
         softcap=options.softcap,
+        pair_windows=options.pair_windows,
     )
 
 

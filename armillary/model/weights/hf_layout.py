@@ -75,6 +75,7 @@ _QWEN3_5 = replace(_QWEN3_NEXT, delta_inputs=("in_proj_qkv", "in_proj_z", "in_pr
 
 FAMILIES: dict[str, TensorNames] = {
     "llama": _LLAMA,
+    "simplicial": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
@@ -150,8 +151,11 @@ def _block_rules(
         yield _same(f"{prefix}{norm}.weight", f"{hf_prefix}{name}.weight")
     if layer.attention == "gated_delta":
         yield from _gated_delta_rules(config, names, prefix, hf_prefix)
+    elif config.mla:
+        yield from _latent_rules(config, names, prefix, hf_prefix)
     else:
-        yield from (_latent_rules if config.mla else _attention_rules)(config, names, prefix, hf_prefix)
+        in_pairs = layer.attention == "2-simplicial"
+        yield from _attention_rules(config, _of_pairs(names) if in_pairs else names, prefix, hf_prefix)
     yield from (_moe_rules if layer.mlp == "moe" else _mlp_rules)(config, names, prefix, hf_prefix)
 
 
@@ -212,7 +216,7 @@ def is_joined(linear: str, has: Callable[[str], bool]) -> bool:
 def _attention_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     for part in ["weight", "bias"] if config.qkv_bias else ["weight"]:
         sources = tuple(f"{hf_prefix}{name}.{part}" for name in names.qkv)
-        join, split = _qkv_pair(config, stacked=len(sources) == 1)
+        join, split = _grouped_pair(config) if len(sources) > 3 else _qkv_pair(config, stacked=len(sources) == 1)
         yield Rule(name=f"{prefix}attention.qkv.{part}", hf_names=sources, join=join, split=split)
     for part in ["weight", "bias"] if config.out_bias else ["weight"]:
         yield _same(f"{prefix}attention.out.{part}", f"{hf_prefix}{names.out}.{part}")
@@ -221,6 +225,12 @@ def _attention_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_pr
     has_weights = config.qk_norm != "none" and config.qk_norm_kind == "weight"
     for norm in ("q_norm", "k_norm") if has_weights else ():
         yield _same(f"{prefix}attention.{norm}.weight", f"{hf_prefix}self_attn.{norm}.weight")
+
+
+def _of_pairs(names: TensorNames) -> TensorNames:
+    """Two projections of keys and two of values: k1_proj, k2_proj, v1_proj, v2_proj."""
+    attention = names.out.rpartition(".")[0]
+    return replace(names, qkv=tuple(f"{attention}.{name}_proj" for name in ("q", "k1", "k2", "v1", "v2")))
 
 
 def _latent_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:
@@ -327,6 +337,20 @@ def _qkv_pair(config: ModelConfig, *, stacked: bool) -> tuple[Join, Split]:
         grouped = fused.unflatten(0, (kv_heads, group + 2, dim))
         parts = [grouped[:, :group].flatten(0, 2), grouped[:, group].flatten(0, 1), grouped[:, group + 1].flatten(0, 1)]
         return [torch.cat(parts)] if stacked else parts
+
+    return join, split
+
+
+def _grouped_pair(config: ModelConfig) -> tuple[Join, Split]:
+    """Queries and several keys and values, each a tensor of its own: [q…, k1, k2, v1, v2] per KV head."""
+    kv_heads, dim, group = config.kv_heads, config.head_dim, config.heads // config.kv_heads
+
+    def join(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([x.unflatten(0, (kv_heads, -1, dim)) for x in parts], dim=1).flatten(0, 2)
+
+    def split(fused: Tensor) -> list[Tensor]:
+        grouped = fused.unflatten(0, (kv_heads, -1, dim)).split([group, 1, 1, 1, 1], dim=1)
+        return [part.flatten(0, 2) for part in grouped]
 
     return join, split
 

@@ -62,7 +62,7 @@ def _fused_or_eager(case: TrainCase, layouts: Layouts) -> ActivationBytes:
     full, selective, gradients = zero, zero, zero
     for kind, count in Counter(model.layers).items():
         share = count / model.num_layers
-        attention, attention_less = (_gated_delta if kind.attention == "gated_delta" else _attention)(case, layouts)
+        attention, attention_less = _MIXERS.get(kind.attention, _attention)(case, layouts)
         mlp, mlp_less = _mlp(case, kind, layouts)
         total = attention + mlp + _norms(case, layouts)
         full = full + share * total
@@ -153,6 +153,20 @@ def _gated_delta(case: TrainCase, layouts: Layouts) -> tuple[Array, Array]:
     wide = 4.0 * (2 * delta.channels + delta.value_heads * per_head)
     inputs = 2.0 * case.model.hidden / layouts.stream_tp
     return inputs + (projected + wide) / layouts.tp, inputs * np.ones(len(layouts))
+
+
+def _simplicial(case: TrainCase, layouts: Layouts) -> tuple[Array, Array]:
+    """The same of a 2-simplicial layer: two keys and two values per KV head, never the logits, and the row sums of its
+    softmax."""
+    model = case.model
+    inputs = 2.0 * model.hidden / layouts.stream_tp
+    heads = 2.0 * (2 * model.heads + 4 * model.kv_heads) * model.head_dim + 4.0 * model.heads
+    normed = 2.0 * (model.heads + 2 * model.kv_heads) * model.head_dim if model.qk_norm != "none" else 0.0
+    less = inputs + normed / layouts.tp
+    return less + heads / layouts.tp, less
+
+
+_MIXERS = {"gated_delta": _gated_delta, "2-simplicial": _simplicial}
 
 
 def _width(model: ModelConfig) -> int:

@@ -4,6 +4,7 @@ Operations with their FLOPs and bytes come from spec. The layout shards each one
 it: GEMMs by size and dtype, attention by head dim and length, the rest by the bytes it moves.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -282,9 +283,13 @@ def _attention(case: TrainCase, piece: OpWithBackward, layouts: Layouts, kind: L
 
 def _keys(case: TrainCase, kind: LayerKind) -> float:
     """Keys a query attends to, on which the efficiency of attention depends: the sequence, the window, or the chunk of
-    a gated delta-net layer (a guess: its rate has not been measured)."""
+    a gated delta-net layer and the pairs of a 2-simplicial one (guesses: their rates have not been measured)."""
     if kind.attention == "gated_delta":
         return float(CHUNK)
+    if kind.attention == "2-simplicial":
+        assert case.model.simplicial is not None
+        windows = (case.model.simplicial.window_1, case.model.simplicial.window_2)
+        return float(math.prod(min(case.sequence, window) for window in windows))
     limited = kind.attention in ("sliding", "chunked") and case.model.window
     return float(min(case.sequence, case.model.window or 0) if limited else case.sequence)
 

@@ -42,7 +42,7 @@ def _attention(config: ModelConfig, kind: LayerKind, sequence: int, *, backward:
         assert config.gated_delta is not None
         return delta_rule("", config.gated_delta, tokens=sequence, sequences=1, dtype="bf16", backward=backward)
     shape, spans = attention_shape(config, kind), [(sequence, sequence)]
-    if kind.attention != "simplicial":
+    if kind.attention != "2-simplicial":
         return (attention_backward if backward else attention)("", shape, spans, dtype="bf16", half=True)
     assert config.simplicial is not None
     windows = {"window_1": config.simplicial.window_1, "window_2": config.simplicial.window_2}

@@ -116,7 +116,7 @@ def _attention(config: ModelConfig, kind: LayerKind) -> tuple[int, int]:
     if _is_latent(config, kind):
         matrices, biases = _latent_attention(config)
         return matrices, biases + sinks
-    keys_and_values = 4 if kind.attention == "simplicial" else 2
+    keys_and_values = 4 if kind.attention == "2-simplicial" else 2
     rows = (config.heads * (1 + config.attention_gate) + keys_and_values * config.kv_heads) * config.head_dim
     matrices = (rows + config.heads * config.head_dim) * config.hidden
     return matrices, rows * config.qkv_bias + config.hidden * config.out_bias + sinks
@@ -167,7 +167,7 @@ def _norm(config: ModelConfig) -> int:
 
 
 def _is_latent(config: ModelConfig, kind: LayerKind) -> bool:
-    return config.mla is not None and kind.attention != "simplicial"
+    return config.mla is not None and kind.attention != "2-simplicial"
 
 
 # --- the KV cache
@@ -197,7 +197,7 @@ def _cached_entries(config: ModelConfig, attention: str, context: int) -> int:
     if attention == "gated_delta":
         return 0
     key_and_value = 2 * config.kv_heads * config.head_dim
-    if attention == "simplicial":
+    if attention == "2-simplicial":
         assert config.simplicial is not None
         windows = (config.simplicial.window_1, config.simplicial.window_2)
         return sum(min(context, window) for window in windows) * key_and_value

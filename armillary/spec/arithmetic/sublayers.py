@@ -83,11 +83,11 @@ def linear(name: str, batch: Batch, out: int, into: int) -> OpWithBackward:
 
 def attention_operations(config: ModelConfig, kind: LayerKind, batch: Batch) -> list[OpWithBackward]:
     """Projections, norms and rotation of queries and keys, the attention itself, output projection."""
-    if config.mla and kind.attention != "simplicial":
+    if config.mla and kind.attention != "2-simplicial":
         return _latent_attention(config, config.mla, kind, batch)
     if kind.attention == "gated_delta":
         return _gated_delta(config, batch)
-    keys = 2 if kind.attention == "simplicial" else 1
+    keys = 2 if kind.attention == "2-simplicial" else 1
     width = (config.heads * (1 + config.attention_gate) + 2 * keys * config.kv_heads) * config.head_dim
     rotated = config.heads + keys * config.kv_heads
     has_norm = config.qk_norm != "none"
@@ -156,7 +156,7 @@ def attention_shape(config: ModelConfig, kind: LayerKind) -> AttentionShape:
     """Heads, dims and mask of a layer; MLA in its expanded form, as in training and prefill."""
     window = config.window if kind.attention == "sliding" else None
     chunk = config.window if kind.attention == "chunked" else None
-    if config.mla and kind.attention != "simplicial":
+    if config.mla and kind.attention != "2-simplicial":
         qk, v, kv_heads = config.mla.nope_dim + config.mla.rope_dim, config.mla.v_dim, config.heads
     else:
         qk = v = config.head_dim
@@ -166,7 +166,7 @@ def attention_shape(config: ModelConfig, kind: LayerKind) -> AttentionShape:
 
 def _core(config: ModelConfig, kind: LayerKind, batch: Batch) -> OpWithBackward:
     shape = attention_shape(config, kind)
-    if kind.attention == "simplicial":
+    if kind.attention == "2-simplicial":
         assert config.simplicial is not None
         w1, w2 = config.simplicial.window_1, config.simplicial.window_2
         fwd, bwd = (

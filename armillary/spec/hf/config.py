@@ -55,6 +55,7 @@ READERS: dict[str, Callable[[Raw], Fields]] = {
     "gpt_oss": moe.gpt_oss,
     "llama4": moe.llama4,
     "llama4_text": moe.llama4,
+    "simplicial": dense.simplicial,
     "smollm3": dense.smollm3,
     "granite": dense.granite,
     "dbrx": moe.dbrx,

@@ -12,6 +12,18 @@ def llama(raw: Raw) -> Fields:
     return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": raw.get("mlp_bias", False)}
 
 
+def simplicial(raw: Raw) -> Fields:
+    window_1, window_2 = raw["simplicial_windows"]
+    return (
+        llama(raw)
+        | with_window(kinds(raw), raw.get("sliding_window"))
+        | {
+            "simplicial": {"window_1": window_1, "window_2": window_2},
+            "qk_norm": "head" if raw.get("use_qk_norm") else "none",
+        }
+    )
+
+
 def qwen2(raw: Raw) -> Fields:
     return upper_sliding(raw) | {"qkv_bias": True}
 

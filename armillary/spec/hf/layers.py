@@ -15,6 +15,7 @@ LAYER_TYPES = {
     "sliding_attention": "sliding",
     "chunked_attention": "chunked",
     "linear_attention": "gated_delta",
+    "simplicial_attention": "2-simplicial",
 }
 """as `layer_types` names them -> as we do"""
 

@@ -192,6 +192,24 @@ def _layer_types(config: ModelConfig) -> list[str]:
     return [f"{kind.attention}_attention" for kind in config.layers]
 
 
+def _write_simplicial(config: ModelConfig) -> dict[str, Any]:
+    """Our own model_type: Llama's keys with 2-simplicial layers."""
+    windows = config.simplicial
+    if windows is None:
+        raise BadModel(
+            f"{config.name}: a 'simplicial' config.json is of a model with 2-simplicial layers and this has none; try "
+            "--set model.family=llama, or give it [model.simplicial]"
+        )
+    theirs = {ours: name for name, ours in LAYER_TYPES.items()}
+    return _write_llama(config) | {
+        "layer_types": [theirs[kind.attention] for kind in config.layers],
+        "no_rope_layers": [int(kind.rope) for kind in config.layers],
+        "sliding_window": config.window,
+        "simplicial_windows": [windows.window_1, windows.window_2],
+        "use_qk_norm": config.qk_norm == "head",
+    }
+
+
 def _experts(config: ModelConfig) -> MoE:
     if config.moe is None:
         raise BadModel(
@@ -238,5 +256,6 @@ WRITERS: dict[str, tuple[str, Writer]] = {
     "phi3": ("Phi3ForCausalLM", _write_phi3),
     "gemma": ("GemmaForCausalLM", _write_bias),
     "gemma2": ("Gemma2ForCausalLM", _write_gemma2),
+    "simplicial": ("SimplicialForCausalLM", _write_simplicial),
     "olmo2": ("Olmo2ForCausalLM", _write_bias),
 }

@@ -152,6 +152,18 @@ def _recurrent_cp_says(layout: Layout, case: Case) -> str:
     )
 
 
+def _pairs_cp_holds(layout: Layout, case: Case) -> bool:
+    """Ring attention passes on one key and value; pairs need both windows on one rank."""
+    return layout.cp == 1 or all(kind.attention != "2-simplicial" for kind in case.model.layers)
+
+
+def _pairs_cp_says(layout: Layout, case: Case) -> str:
+    return (
+        f"cp={layout.cp} shards sequences and the 2-simplicial layers of {case.model.name} attend to pairs of tokens, "
+        "which the ring does not pass on; try --set layout.cp=1"
+    )
+
+
 def _ep_holds(layout: Layout, case: Case) -> bool:
     if layout.ep == 1:
         return True
@@ -295,6 +307,7 @@ _RULES: dict[str, _Rule] = {
     "schedule": (_schedule_holds, _schedule_says),
     "cp": (_cp_holds, _cp_says),
     "recurrent_cp": (_recurrent_cp_holds, _recurrent_cp_says),
+    "pairs_cp": (_pairs_cp_holds, _pairs_cp_says),
     "ep": (_ep_holds, _ep_says),
     "shard": (_shard_holds, _shard_says),
     "selective_offload": (_selective_offload_holds, _selective_offload_says),

@@ -109,6 +109,9 @@ def apply_model_overrides(config: ModelConfig, overrides: Mapping[str, Any]) -> 
     changes |= {key: _changed_table(config, key, given[key]) for key in NESTED if key in given}
     changes |= _following(config, changes)
     changes["layers"] = _layers(config, given)
+    has_pairs = any(kind.attention == "2-simplicial" for kind in changes["layers"])
+    if has_pairs and config.family in ("llama", "qwen3"):  # their config.json cannot say it, ours can
+        changes.setdefault("family", "simplicial")
     return replace(config, **changes)
 
 

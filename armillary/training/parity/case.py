@@ -29,7 +29,7 @@ from armillary.parallel.shard_weights import fill_random, materialise
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.placement import axis_sizes
-from armillary.spec.model import MLA, GatedDelta, LayerKind, ModelConfig, MoE, Rope
+from armillary.spec.model import MLA, GatedDelta, LayerKind, ModelConfig, MoE, Rope, Simplicial
 from armillary.spec.tables.train import TrainJob
 from armillary.training.setup.kernel_selection import use_kernels
 from armillary.training.step.lora import add_lora
@@ -101,6 +101,17 @@ def qwen3_next(**changes: Any) -> ModelConfig:
         qk_norm="head",
         norm_eps=1e-3,  # with 1e-5, norms of the small outputs make one process differ from itself by 2e-5 in fp32
         rope=Rope(fraction=0.5),
+    )
+    return tiny(**(base | changes))
+
+
+def simplicial(**changes: Any) -> ModelConfig:
+    """A layer that attends to pairs of tokens and a plain one."""
+    base: dict[str, Any] = dict(
+        layers=(LayerKind(attention="2-simplicial"), LayerKind()),
+        simplicial=Simplicial(window_1=3, window_2=6),
+        qk_norm="head",
+        norm_eps=1e-3,  # as in qwen3_next
     )
     return tiny(**(base | changes))
 

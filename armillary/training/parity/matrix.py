@@ -14,8 +14,19 @@ import torch.distributed as dist
 
 from armillary.spec.layout import Layout
 from armillary.spec.model import LayerKind, ModelConfig
-from armillary.training.parity.case import Case, Outcome, error, gpt_oss, latent, mixture, qwen3_next, steps, tiny
-from armillary.training.parity.strategies import ALL, EXPERTS, GPT_OSS, LATENT, QWEN3_NEXT, layout_of
+from armillary.training.parity.case import (
+    Case,
+    Outcome,
+    error,
+    gpt_oss,
+    latent,
+    mixture,
+    qwen3_next,
+    simplicial,
+    steps,
+    tiny,
+)
+from armillary.training.parity.strategies import ALL, EXPERTS, GPT_OSS, LATENT, QWEN3_NEXT, SIMPLICIAL, layout_of
 
 STEPS = 20
 FORMATS = ("fp32", "fp64")
@@ -61,7 +72,13 @@ def cases_of(strategy: str, world: int, formats: Sequence[str] = FORMATS) -> lis
     def layout(recompute: str, interval: int) -> Layout | None:
         return layout_of(strategy, world, recompute=recompute, recompute_every=interval)
 
-    models = ((LATENT, latent), (GPT_OSS, gpt_oss), (QWEN3_NEXT, qwen3_next), (EXPERTS, mixture))
+    models = (
+        (LATENT, latent),
+        (GPT_OSS, gpt_oss),
+        (QWEN3_NEXT, qwen3_next),
+        (SIMPLICIAL, simplicial),
+        (EXPERTS, mixture),
+    )
     cases = _variants(layout, formats, next((model for group, model in models if strategy in group), tiny))
     return [replace(case, eps=GPT_OSS_EPS) for case in cases] if strategy in GPT_OSS else cases
 

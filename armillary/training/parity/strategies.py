@@ -85,7 +85,9 @@ GPT_OSS = _each_of("gpt-oss")
 """the same, of a GPT-OSS-style model: sinks, a sliding layer, biases, experts in every layer"""
 QWEN3_NEXT = {name: fields for name, fields in _each_of("qwen3-next").items() if "cp" not in fields}
 """the same but for context parallelism, of a Qwen3-Next-style model: a gated delta-net layer and one with attention"""
-ALL = _DENSE | EXPERTS | LATENT | GPT_OSS | QWEN3_NEXT
+SIMPLICIAL = {f"2-simplicial: {name}": fields for name, fields in _DENSE.items() if "cp" not in fields}
+"""those of a dense model but for context parallelism, of a model whose layers attend to pairs of tokens"""
+ALL = _DENSE | EXPERTS | LATENT | GPT_OSS | QWEN3_NEXT | SIMPLICIAL
 
 
 WORDS = {
@@ -94,6 +96,7 @@ WORDS = {
     "latent": [*LATENT],
     "gpt-oss": [*GPT_OSS],
     "qwen3-next": [*QWEN3_NEXT],
+    "2-simplicial": [*SIMPLICIAL],
 }
 """groups of strategies"""
 

@@ -26,9 +26,12 @@ class Wanted:
     case: Case
 
 
-def attention_name(window: int | None, *, documents: bool) -> str:
-    """'attention', 'attention, window 1024, documents' …"""
-    return "attention" + (f", window {window}" if window else "") + (", documents" if documents else "")
+def attention_name(window: int | tuple[int, int] | None, *, documents: bool) -> str:
+    """'attention', 'attention, window 1024, documents', '2-simplicial attention, windows 32 × 512' …"""
+    name = f"attention, window {window}" if window else "attention"
+    if isinstance(window, tuple):
+        name = f"2-simplicial attention, windows {window[0]} × {window[1]}"
+    return name + (", documents" if documents else "")
 
 
 def wanted(config: ModelConfig, job: TrainJob, layout: Layout, *, device: torch.device) -> Iterator[Wanted]:
@@ -100,7 +103,9 @@ def _attention(config: ModelConfig, job: TrainJob, layout: Layout, shared: dict[
 
     if config.positions == "alibi" or config.mla is not None or layout.cp > 1:
         return
-    windows = {config.window if kind.attention == "sliding" else None for kind in config.layers}
+    yield from _simplicial(config, job, layout, shared)
+    ones = (kind for kind in config.layers if kind.attention != "2-simplicial")
+    windows = {config.window if kind.attention == "sliding" else None for kind in ones}
     for window in sorted(windows, key=lambda window: window or 0):
         for documents in (False, True):
             case = AttentionCase(
@@ -116,3 +121,26 @@ def _attention(config: ModelConfig, job: TrainJob, layout: Layout, shared: dict[
                 **shared,
             )
             yield Wanted(attention_name(window, documents=documents), "attention", case)
+
+
+def _simplicial(config: ModelConfig, job: TrainJob, layout: Layout, shared: dict[str, Any]) -> Iterator[Wanted]:
+    """2-simplicial layers, with rows of one document and of several."""
+    from armillary.kernels.simplicial.simplicial import SimplicialCase
+
+    if all(kind.attention != "2-simplicial" for kind in config.layers):
+        return
+    assert config.simplicial is not None
+    windows = (config.simplicial.window_1, config.simplicial.window_2)
+    for documents in (False, True):
+        case = SimplicialCase(
+            batch=layout.micro_batch,
+            length=job.sequence,
+            heads=config.heads // layout.tp,
+            kv_heads=config.kv_heads // layout.tp,
+            head_dim=config.head_dim,
+            window_1=windows[0],
+            window_2=windows[1],
+            documents=_DOCUMENTS if documents else 0,
+            **shared,
+        )
+        yield Wanted(attention_name(windows, documents=documents), "simplicial", case)

@@ -21,9 +21,10 @@ from armillary.machine.device_name import device_name
 from armillary.model.fused.dispatch import fits
 from armillary.model.fused.passes import FusedOptions
 from armillary.model.layers.attention import Attention
-from armillary.model.layers.attention_forms import Attend, AttentionFunction, chosen
+from armillary.model.layers.attention_forms import Attend, AttentionFunction, Sight, chosen
 from armillary.model.layers.mlp import MLP
 from armillary.model.layers.norm import Norm
+from armillary.model.layers.simplicial_attention import SimplicialAttention
 from armillary.model.low_precision.fp8 import Fp8Gemms, Fp8Weights, use_fp8
 from armillary.model.low_precision.weights_16bit import Weights16Bit
 from armillary.model.moe.experts import Experts, MixtureOfExperts
@@ -53,7 +54,7 @@ class Choices:
     copies for GEMMs."""
 
     names: dict[str, str] = field(default_factory=dict)
-    attention: dict[tuple[int | None, bool], AttentionFunction] = field(default_factory=dict)
+    attention: dict[tuple[Sight, bool], AttentionFunction] = field(default_factory=dict)
     loss: LossSum = loss_sum
     weights_16bit: Weights16Bit | None = None
 
@@ -151,7 +152,8 @@ def _block_form(job: TrainJob, layout: Layout, taken: Mapping[str, str], device:
 
 
 def _set_layers(model: Transformer, functions: Mapping[str, Callable[..., Any]]) -> None:
-    heads = {norm for layer in model.modules() if isinstance(layer, Attention) for norm in (layer.q_norm, layer.k_norm)}
+    attentions = (layer for layer in model.modules() if isinstance(layer, Attention | SimplicialAttention))
+    heads = {norm for layer in attentions for norm in (layer.q_norm, layer.k_norm)}
     for layer in model.modules():
         if isinstance(layer, Norm):
             layer.chosen = functions.get("head_norm" if layer in heads else "norm")
@@ -191,8 +193,9 @@ def _fuse(model: Transformer, job: TrainJob, layout: Layout, *, weights_16bit: W
 
 def _attention(
     model: Transformer, functions: Mapping[str, Callable[..., Any]]
-) -> dict[tuple[int | None, bool], AttentionFunction]:
-    windows = [layer.window for layer in model.modules() if isinstance(layer, Attention)]
+) -> dict[tuple[Sight, bool], AttentionFunction]:
+    windows: list[Sight] = [layer.window for layer in model.modules() if isinstance(layer, Attention)]
+    windows += [layer.windows for layer in model.modules() if isinstance(layer, SimplicialAttention)]
     names = {
         (window, packed): attention_name(window, documents=packed) for window in windows for packed in (False, True)
     }

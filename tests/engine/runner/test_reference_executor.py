@@ -34,6 +34,14 @@ from tests.model.plain_generation import generate_tokens
 MODELS = SHAPES | {
     "hybrid": small(num_layers=5, attention_pattern=["sliding", "sliding", "full"], window=6),
     "multi-query": small(kv_heads=1),
+    "2-simplicial": small(
+        num_layers=3,
+        attention_pattern=["2-simplicial", "full", "2-simplicial"],
+        simplicial={"window_1": 3, "window_2": 7},
+        kv_heads=1,
+        qk_norm="head",
+        nope_every=3,
+    ),
     "gated delta-net": small(
         num_layers=3,
         attention_pattern=["gated_delta", "full", "gated_delta"],

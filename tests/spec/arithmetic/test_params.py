@@ -149,7 +149,7 @@ def test_sinks_are_one_logit_a_head() -> None:
 
 
 def test_simplicial_layers_project_two_keys_and_two_values() -> None:
-    layers = (LayerKind(), LayerKind(attention="simplicial"))
+    layers = (LayerKind(), LayerKind(attention="2-simplicial"))
     config = tiny(layers=layers, simplicial=Simplicial(window_1=16, window_2=4))
     plain, simplicial = layer_parameters(config, 0), layer_parameters(config, 1)
     assert simplicial.attention - plain.attention == 2 * 2 * 2 * 8
@@ -246,7 +246,7 @@ def test_only_full_layers_grow_beyond_the_window() -> None:
 
 
 def test_simplicial_caches_each_pair_within_its_window() -> None:
-    config = tiny(layers=(LayerKind(attention="simplicial"),), simplicial=Simplicial(window_1=16, window_2=4))
+    config = tiny(layers=(LayerKind(attention="2-simplicial"),), simplicial=Simplicial(window_1=16, window_2=4))
     pair = 2 * 2 * 2 * 2  # key and value, 2 KV heads of 2, 2 bytes
     assert kv_bytes_per_token(config) == 2 * pair
     assert kv_bytes(config, 32) == (16 + 4) * pair

@@ -47,7 +47,7 @@ MODELS = {
     "mla": model(mla=LATENT),
     "mla full-rank query": model(mla=replace(LATENT, q_rank=None)),
     "simplicial": model(
-        [LayerKind(), LayerKind(attention="simplicial")], simplicial=Simplicial(window_1=4, window_2=16)
+        [LayerKind(), LayerKind(attention="2-simplicial")], simplicial=Simplicial(window_1=4, window_2=16)
     ),
 }
 
