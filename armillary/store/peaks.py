@@ -44,6 +44,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     "loader": ("path", "tokens", "seconds"),
     "process": ("what", "resident_bytes"),
     "calls": ("what", "seconds"),
+    "latency": ("level", "seconds", "resident_bytes"),
+    "sync": ("what", "threads", "seconds"),
+    "blas": ("op", "by", "flops", "bytes_per_s"),
 }
 """Fields of every point of a kind; further fields (pinned, path, …) also describe the case, and other kinds are kept
 unchecked."""

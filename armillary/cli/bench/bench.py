@@ -1,4 +1,4 @@
-"""`armillary bench`: measure what this machine reaches (ceilings, collectives, loader, kernels) and store it."""
+"""`armillary bench`: measure what this machine reaches (ceilings, memory, collectives, loader, kernels), as peaks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from armillary.cli.bench.kernels import kernels
+from armillary.cli.bench.memory import memory
 from armillary.cli.bench.serve import serve
 from armillary.cli.bench.tables import bests, shares, show_peaks
 from armillary.cli.data import on_bar as on_bytes
@@ -34,6 +35,7 @@ ENGINE_S = 30.0
 
 bench = VerbGroup("bench", help="Measure what this machine can reach, and store it as peaks.")
 bench.add_command(kernels)
+bench.add_command(memory)
 bench.add_command(serve)
 
 

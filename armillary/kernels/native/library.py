@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -49,26 +50,38 @@ def has_amx() -> bool:
 
 
 def build(folder: Path, *, march: str = "native") -> Path:
-    """The compiled library in `folder`; its name tells sources, compiler and CPU."""
+    """The compiled kernels in `folder`."""
+    return compile_library(folder, Path(__file__).parent, _SOURCES, _FLAGS, march=march, libraries=_openmp())
+
+
+def compile_library(
+    folder: Path,
+    here: Path,
+    sources: Sequence[str],
+    flags: Sequence[str],
+    *,
+    march: str = "native",
+    libraries: Sequence[str] = (),
+) -> Path:
+    """A library of these files of `here` in `folder`; its name tells sources, compiler and CPU."""
     compiler = _compiler()
-    here = Path(__file__).parent
-    command = [*compiler, f"-march={march}", *_FLAGS]
+    command = [*compiler, f"-march={march}", *flags]
     text = "\n".join(
         [
             *command,
-            *(here.joinpath(name).read_text() for name in _SOURCES),
+            *(here.joinpath(name).read_text() for name in sources),
             *sorted(cpuinfo_flags()),
             platform.processor(),
         ]
     )
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.so"
     if not path.is_file():
-        LOG.info("compiling the C++ kernels of this CPU, once")
+        LOG.info("compiling %s for this CPU, once", sources[-1])
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as temporary:
             compiled = Path(temporary) / path.name
-            sources = [str(here / name) for name in _SOURCES if name.endswith(".cpp")]
-            _run([*command, *sources, *_openmp(), "-o", str(compiled)])
+            units = [str(here / name) for name in sources if name.endswith(".cpp")]
+            _run([*command, *units, *libraries, "-o", str(compiled)])
             os.replace(compiled, path)
     return path
 

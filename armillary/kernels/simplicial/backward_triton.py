@@ -9,7 +9,7 @@ gives dK2 = dsᵀ·(q ⊙ k1) and dV2 = pᵀ·(dO ⊙ v1). Nothing is added atom
 import triton
 import triton.language as tl
 
-from armillary.kernels.simplicial.forward_triton import places, row_heads, rows_of, second_tile, vectors
+from armillary.kernels.simplicial.forward_triton import places, row_heads, rows_of, second_tile, times, vectors
 
 # B batch, T tokens, N query heads, K KV heads, D head dim; a row is (first key j, head)
 
@@ -93,7 +93,7 @@ def query_kernel(
         near = first <= token
         k1 = vectors(k1_ptr, places(first, k_s, k1_ptr, 0, False, 1, D, near), near, D, BLOCK_D)
         v1 = vectors(v1_ptr, places(first, v_s, v1_ptr, 0, False, 1, D, near), near, D, BLOCK_D)
-        product, dproduct = (q * k1).to(q.dtype), (grad * v1).to(q.dtype)
+        product, dproduct = times(q, k1), times(grad, v1)
         dsk = tl.zeros((PAIRS * GROUP, BLOCK_D), tl.float32)
         pv = tl.zeros((PAIRS * GROUP, BLOCK_D), tl.float32)
         for begin in tl.range(first_2, token + 1, BLOCK_N, num_stages=STAGES):
@@ -247,7 +247,7 @@ def second_kernel(
                 near = first <= token
                 k1 = vectors(k1_ptr, places(first, k_s, k1_ptr, 0, False, 1, D, near), near, D, BLOCK_D)
                 v1 = vectors(v1_ptr, places(first, v_s, v1_ptr, 0, False, 1, D, near), near, D, BLOCK_D)
-                product, dproduct = (q * k1).to(q.dtype), (grad * v1).to(q.dtype)
+                product, dproduct = times(q, k1), times(grad, v1)
                 logits = tl.dot(k2, tl.trans(product), input_precision="tf32x3" if FP32 else "tf32")
                 weights = tl.exp2(logits * scale2 - lse[None, :])
                 if (first_key < first_2) | (last_key > token):

@@ -45,6 +45,12 @@ def vectors(base, at, seen, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def times(a, b):
+    """a ⊙ b, rounded once to their dtype."""
+    return (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
+
+
+@triton.jit
 def second_tile(
     source,
     stride,
@@ -149,7 +155,7 @@ def forward_kernel(
         first = j + pair
         near = first <= position
         k1 = vectors(k1_ptr, places(first, k_s, table_ptr, k_b, PAGED, PAGE, D, near), near, D, BLOCK_D)
-        product = (q * k1).to(q.dtype)
+        product = times(q, k1)
         acc = tl.zeros((PAIRS * GROUP, BLOCK_D), tl.float32)
         part_mass = tl.zeros((PAIRS * GROUP,), tl.float32)
         part_top = tl.full((PAIRS * GROUP,), float("-inf"), tl.float32)

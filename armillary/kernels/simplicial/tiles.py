@@ -22,7 +22,7 @@ class SimplicialTiles:
 
 # (kernel, whether it is for fp32) -> tiles, best first
 _TILES: dict[tuple[str, bool], tuple[SimplicialTiles, ...]] = {
-    ("forward", False): (SimplicialTiles(128, 64, 8, 3, 0), SimplicialTiles(64, 32, 4, 2, 0)),
+    ("forward", False): (SimplicialTiles(128, 64, 8, 3, 0, flat=True), SimplicialTiles(64, 32, 4, 2, 0)),
     ("forward", True): (SimplicialTiles(32, 32, 4, 1, 0), SimplicialTiles(16, 16, 4, 1, 0)),
     ("query", False): (SimplicialTiles(64, 64, 8, 2, 0), SimplicialTiles(32, 32, 4, 1, 0)),
     ("query", True): (SimplicialTiles(16, 16, 4, 1, 0),),

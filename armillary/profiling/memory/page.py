@@ -1,0 +1,126 @@
+"""The memory bench as one HTML page: curves with the levels found in them, BLAS under the roofline, tables."""
+
+from collections.abc import Sequence
+from math import ceil, floor, log10
+
+from armillary.profiling.memory.measure import MemoryBench
+from armillary.profiling.memory.plateaus import Curve, Plateau
+from armillary.report.charts import LINE_FRAMES, SERIES_COLOURS, Axes, Frame, drawing, mark
+from armillary.report.page import document, heading, note, paragraph, section, table
+from armillary.report.rooflines import DevicePeaks, Operation, rooflines
+from armillary.store.peaks import Peaks, Point
+from armillary.units import bandwidth_text, bytes_text, flops_per_s_text, seconds_text
+
+
+def memory_page(bench: MemoryBench) -> str:
+    title = f"Memory of {bench.peaks.device}"
+    below = f"{bench.peaks.date}, measured in {seconds_text(bench.seconds)}; sizes are found in the curves"
+    parts = [heading(title, below)]
+    if bench.cache_curve:
+        parts.append(section("Latency of a load by working set", _levels(bench.cache_curve, bench.levels)))
+    if bench.translation_curve:
+        text = "One line per page, less what as many lines packed closely cost: what translation adds to a load."
+        inside = paragraph(text) + _levels(bench.translation_curve, bench.translation_levels)
+        parts.append(section("Address translation by bytes that the pages span", inside))
+    parts += [part for part in (_blas(bench.peaks), _threads(bench.peaks), _tiers(bench.peaks)) if part]
+    if (bench.other_cores or 0) > 0.1:
+        parts.append(note(f"Other work kept {bench.other_cores:.1f} cores busy meanwhile."))
+    return document(title, parts)
+
+
+def latency_text(seconds: float) -> str:
+    """'5.2 ns'; longer ones as elsewhere."""
+    return f"{1e9 * seconds:.3g} ns" if seconds < 9.995e-7 else seconds_text(seconds)
+
+
+def _levels(curve: Curve, levels: Sequence[Plateau]) -> str:
+    xs, ys = (_decades([point[i] for point in curve]) for i in (0, 1))
+
+    def draw(frame: Frame) -> str:
+        axes = Axes(frame, xs, ys, log=True)
+        path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in curve)
+        line = f"<polyline points='{path}' fill='none' stroke='{SERIES_COLOURS[0]}' stroke-width='1.8'/>"
+        found = [
+            f"<line x1='{axes.x(level.first):.1f}' x2='{axes.x(level.last):.1f}' y1='{axes.y(level.seconds):.1f}' "
+            f"y2='{axes.y(level.seconds):.1f}' stroke='{SERIES_COLOURS[1]}' stroke-width='5' opacity='0.55'/>"
+            for level in levels
+        ]
+        ends = [mark(frame, axes.x(level.bytes), bytes_text(level.bytes)) for level in levels if level.bytes]
+        return axes.grid(bytes_text, latency_text, "bytes") + "".join(found) + line + "".join(ends)
+
+    rows = [
+        [str(i + 1), latency_text(level.seconds), "–" if level.bytes is None else bytes_text(level.bytes)]
+        for i, level in enumerate(levels)
+    ]
+    return drawing(draw, "latency over working set", LINE_FRAMES) + table(["level", "latency", "holds"], rows)
+
+
+def _decades(values: Sequence[float]) -> list[float]:
+    return [10.0**power for power in range(floor(log10(min(values))), ceil(log10(max(values))) + 1)]
+
+
+def _blas(peaks: Peaks) -> str:
+    points = peaks.points.get("blas", ())
+    if not points:
+        return ""
+    roof = DevicePeaks(
+        name="best GEMM, best SAXPY",
+        flops_per_s=max(point["flops"] for point in points),
+        bytes_per_s=max(point["bytes_per_s"] for point in points if point["op"] == "saxpy" and not _in_cache(point)),
+    )
+    shown = [point for point in points if not _in_cache(point) and "width" not in point]
+    operations = [
+        Operation(name=_name(point), intensity=point["beside"]["intensity"], flops_per_s=point["flops"])
+        for point in shown
+    ]
+    chart = rooflines([roof], label="BLAS levels under one roofline", y_text=flops_per_s_text, operations=operations)
+    rows = [
+        [_name(point), point["by"], flops_per_s_text(point["flops"]), bandwidth_text(point["bytes_per_s"])]
+        for point in points
+    ]
+    return section("BLAS 1, 2 and 3", chart + table(["operation", "by", "FLOP/s", "bytes/s"], rows))
+
+
+def _in_cache(point: Point) -> bool:
+    return "bytes" in point and point["bytes"] <= 1 << 20
+
+
+def _name(point: Point) -> str:
+    size = f"{bytes_text(point['bytes'])}" if "bytes" in point else f"{point['n']:,}"
+    return f"{point['op']} {size}"
+
+
+def _threads(peaks: Peaks) -> str:
+    rows = [
+        [point["what"], str(point["threads"]), latency_text(point["seconds"])] for point in peaks.points.get("sync", ())
+    ]
+    return section("Atomics and barriers", table(["what", "threads", "each"], rows)) if rows else ""
+
+
+def _tiers(peaks: Peaks) -> str:
+    rows = tier_rows(peaks)
+    return section("Storage tiers", table(["tier", "holds", "latency", "reads", "writes"], rows)) if rows else ""
+
+
+def tier_rows(peaks: Peaks) -> list[list[str]]:
+    """Caches and memory by the latency of a load, then folders by that of reading 4 kiB at random."""
+    levels = [point for point in peaks.points.get("latency", ()) if not point["level"].startswith(("TLB", "page"))]
+    rows = [
+        [
+            point["level"],
+            "–" if point["resident_bytes"] is None else bytes_text(point["resident_bytes"]),
+            latency_text(point["seconds"]),
+            "–",
+            "–",
+        ]
+        for point in sorted(levels, key=lambda point: point["seconds"])
+    ]
+    disks = peaks.points.get("disk", ())
+    for path in dict.fromkeys(point["path"] for point in disks):
+        own = {point["op"]: point for point in disks if point["path"] == path and point["threads"] == 1}
+        kind = next((str(point.get("file_system", "")) for point in own.values()), "")
+        waits = own.get("random_read")
+        latency = "–" if waits is None else latency_text(waits["block_bytes"] / waits["bytes_per_s"])
+        rates = [bandwidth_text(own[op]["bytes_per_s"]) if op in own else "–" for op in ("read", "write")]
+        rows.append([f"{path} ({kind})" if kind else path, "–", latency, *rates])
+    return rows
