@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @verb
 @device_option
 @quick_option
-@click.option("--only", multiple=True, metavar="SECTION", help="latency, translation, threads, blas, storage; many.")
+@click.option("--only", multiple=True, metavar="SECTION", help="latency, translation, units, blas, storage; many.")
 @click.option(
     "--folder", "folders", multiple=True, type=click.Path(path_type=Path), help="Also a tier of storage; repeatable."
 )
@@ -47,6 +47,7 @@ def memory(
     if missing is not None:
         raise NotFound(f"no folder {missing} to measure; give --folder DIR")
     target = pick_torch_device(device)
+    from armillary.kernels.core.requirements import lacking
     from armillary.profiling.memory.measure import SECTIONS, measure_memory
     from armillary.profiling.memory.page import memory_page
     from armillary.store.atomic import write_text
@@ -54,8 +55,8 @@ def memory(
     for name in only:
         if name not in SECTIONS:
             raise unknown("section", name, SECTIONS)
-    if target.type != "cpu":
-        raise BadInput("only a CPU's memory is measured so far; take --device cpu")
+    if target.type == "cuda" and (why := lacking(("triton",), target.type)):
+        raise BadInput(f"a GPU's latencies are measured by inline PTX and {why}; take --device cpu")
     with out.progress("measuring", unit="point") as bar:
         bench = measure_memory(
             target, quick=quick, folders=(*folders, Path.cwd()), only=only or SECTIONS, watch=on_bar(bar)
@@ -73,6 +74,7 @@ def memory(
 def show(out: Output, bench: MemoryBench) -> None:
     from armillary.machine.cores import BUSY_CORES
     from armillary.profiling.memory.page import latency_text, tier_rows
+    from armillary.profiling.memory.published import compared
 
     points = bench.peaks.points
     if found := points.get("latency"):
@@ -81,14 +83,17 @@ def show(out: Output, bench: MemoryBench) -> None:
                 point["level"],
                 latency_text(point["seconds"]),
                 None if point["resident_bytes"] is None else bytes_text(point["resident_bytes"]),
-                point.get("pages"),
+                point["beside"].get("pages"),
             ]
             for point in found
         ]
         out.table("latency of a load", ["level", "latency", "holds", "pages"], rows)
+    if against := compared(bench.peaks):
+        rows = [[each.level, each.measured, each.range_text, "yes" if each.within else "no"] for each in against]
+        out.table("beside published values", ["level", "measured", "published", "within"], rows)
     if found := points.get("sync"):
-        rows = [[p["what"], p["threads"], latency_text(p["seconds"])] for p in found]
-        out.table("threads", ["what", "threads", "each"], rows)
+        rows = [[p["what"], p["threads"], latency_text(p["seconds"]), p["beside"].get("cycles")] for p in found]
+        out.table("instructions, atomics, barriers", ["what", "threads", "each", "cycles"], rows)
     if found := points.get("blas"):
         rows = [
             [

@@ -3,26 +3,30 @@
 from collections.abc import Sequence
 from math import ceil, floor, log10
 
-from armillary.profiling.memory.measure import MemoryBench
+from armillary.profiling.memory.measure import TRANSLATION, MemoryBench
 from armillary.profiling.memory.plateaus import Curve, Plateau
+from armillary.profiling.memory.published import compared
 from armillary.report.charts import LINE_FRAMES, SERIES_COLOURS, Axes, Frame, drawing, mark
 from armillary.report.page import document, heading, note, paragraph, section, table
 from armillary.report.rooflines import DevicePeaks, Operation, rooflines
 from armillary.store.peaks import Peaks, Point
 from armillary.units import bandwidth_text, bytes_text, flops_per_s_text, seconds_text
 
+_ABOUT = {
+    TRANSLATION: "One line per page, by the bytes that the pages span; on a CPU less what as many lines packed closely "
+    "cost: what translation adds to a load."
+}
+
 
 def memory_page(bench: MemoryBench) -> str:
     title = f"Memory of {bench.peaks.device}"
     below = f"{bench.peaks.date}, measured in {seconds_text(bench.seconds)}; sizes are found in the curves"
     parts = [heading(title, below)]
-    if bench.cache_curve:
-        parts.append(section("Latency of a load by working set", _levels(bench.cache_curve, bench.levels)))
-    if bench.translation_curve:
-        text = "One line per page, less what as many lines packed closely cost: what translation adds to a load."
-        inside = paragraph(text) + _levels(bench.translation_curve, bench.translation_levels)
-        parts.append(section("Address translation by bytes that the pages span", inside))
-    parts += [part for part in (_blas(bench.peaks), _threads(bench.peaks), _tiers(bench.peaks)) if part]
+    for name, (curve, levels) in bench.curves.items():
+        about = _ABOUT.get(name, "")
+        inside = (paragraph(about) if about else "") + _levels(curve, levels)
+        parts.append(section(f"Latency of a load: {name}", inside))
+    parts += [part for make in (_published, _blas, _units, _tiers) if (part := make(bench.peaks))]
     if (bench.other_cores or 0) > 0.1:
         parts.append(note(f"Other work kept {bench.other_cores:.1f} cores busy meanwhile."))
     return document(title, parts)
@@ -90,11 +94,35 @@ def _name(point: Point) -> str:
     return f"{point['op']} {size}"
 
 
-def _threads(peaks: Peaks) -> str:
+def _units(peaks: Peaks) -> str:
     rows = [
-        [point["what"], str(point["threads"]), latency_text(point["seconds"])] for point in peaks.points.get("sync", ())
+        [point["what"], str(point["threads"]), latency_text(point["seconds"]), _cycles(point)]
+        for point in peaks.points.get("sync", ())
     ]
-    return section("Atomics and barriers", table(["what", "threads", "each"], rows)) if rows else ""
+    if not rows:
+        return ""
+    text = note(_NEEDS_SASS) if any(row[0].startswith("FFMA") for row in rows) else ""
+    return section("Instructions, atomics and barriers", table(["what", "threads", "each", "cycles"], rows) + text)
+
+
+_NEEDS_SASS = (
+    "FFMA with one to three source registers: PTX names virtual registers, so which register bank each is in, and "
+    "whether operands are reused, is up to ptxas. Conflicts of banks can be provoked in SASS only."
+)
+
+
+def _cycles(point: Point) -> str:
+    cycles = point["beside"].get("cycles")
+    return "–" if cycles is None else f"{cycles:.1f}"
+
+
+def _published(peaks: Peaks) -> str:
+    rows = [
+        [each.level, each.measured, each.range_text, "yes" if each.within else "no", each.source]
+        for each in compared(peaks)
+    ]
+    heads = ["level", "measured", "published", "within", "source"]
+    return section("Beside published values", table(heads, rows)) if rows else ""
 
 
 def _tiers(peaks: Peaks) -> str:
