@@ -37,16 +37,24 @@ class Operation:
     flops_per_s: float
 
 
-def rooflines(devices: Sequence[DevicePeaks], *, label: str, y_text: Text, operations: Sequence[Operation] = ()) -> str:
-    """min(peak, intensity · bandwidth) of every device, with a legend that has the ridge points, and operations."""
-    rates = [min(device.bytes_per_s for device in devices) * X_TICKS[0], *(each.flops_per_s for each in operations)]
+def rooflines(
+    devices: Sequence[DevicePeaks],
+    *,
+    label: str,
+    y_text: Text,
+    operations: Sequence[Operation] = (),
+    x_ticks: Sequence[float] = X_TICKS,
+) -> str:
+    """min(peak, intensity · bandwidth) of every device, with a legend that has the ridge points, and operations;
+    intensities between the first and the last tick."""
+    rates = [min(device.bytes_per_s for device in devices) * x_ticks[0], *(each.flops_per_s for each in operations)]
     low = floor(log10(min(rates)))
     high = ceil(log10(max(device.flops_per_s for device in devices)))
     ys = [10.0**power for power in range(low, high + 1)]
     styles = [_style(i) for i in range(len(devices))]
 
     def draw(frame: Frame) -> str:
-        axes = Axes(frame, X_TICKS, ys, log=True)
+        axes = Axes(frame, x_ticks, ys, log=True)
         lines = [
             f"<polyline fill='none' stroke='{colour}' stroke-width='2' stroke-dasharray='{dash}' "
             f"points='{_points(axes, device)}'><title>{escape(device.name)}</title></polyline>"
@@ -62,7 +70,7 @@ def _operations(axes: Axes, operations: Sequence[Operation], y_text: Text) -> st
     """Circles with their names; a name that would cover another one is only shown on hovering."""
     parts, labelled = list[str](), list[tuple[float, float]]()
     for each in operations:
-        x, y = axes.x(min(max(each.intensity, X_TICKS[0]), X_TICKS[-1])), axes.y(each.flops_per_s)
+        x, y = axes.x(min(max(each.intensity, axes.xs[0]), axes.xs[-1])), axes.y(each.flops_per_s)
         hover = f"{each.name}: {y_text(each.flops_per_s)} at {each.intensity:,.0f} FLOP per byte"
         parts.append(
             f"<circle class='point' cx='{x:.1f}' cy='{y:.1f}' r='6' fill='var(--four)'>"
@@ -80,6 +88,6 @@ def _style(i: int) -> tuple[str, str]:
 
 
 def _points(axes: Axes, device: DevicePeaks) -> str:
-    ridge = min(max(device.ridge, X_TICKS[0]), X_TICKS[-1])
-    corners = [X_TICKS[0], ridge, X_TICKS[-1]]
+    first, last = axes.xs[0], axes.xs[-1]
+    corners = [first, min(max(device.ridge, first), last), last]
     return " ".join(f"{axes.x(x):.1f},{axes.y(min(device.flops_per_s, x * device.bytes_per_s)):.1f}" for x in corners)

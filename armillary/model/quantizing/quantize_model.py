@@ -66,6 +66,8 @@ def quantize(
     adds scales for a KV cache in fp8 or int8."""
     if source.config.num_recurrent_layers or source.config.attention_gate:
         raise BadInput(f"the gated layers of {source.name} are not quantized here yet; serve it in bf16")
+    if any(kind.attention == "2-simplicial" for kind in source.config.layers):
+        raise BadInput(f"the 2-simplicial layers of {source.name} are not quantized here yet; serve it in bf16")
     folder = _plain_folder(source)
     wanted = find_target(to, parse_dtype(stored_dtype(folder)), group)
     if kv and wanted.spec.gguf:

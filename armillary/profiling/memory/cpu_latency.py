@@ -45,7 +45,7 @@ def sizes(quick: bool) -> list[int]:
 
 
 def page_counts(quick: bool) -> list[int]:
-    return _ratios(LEAST_PAGES, MOST_PAGES // (4 if quick else 1), PAGES_PER_OCTAVE, 1)
+    return _ratios(LEAST_PAGES, MOST_PAGES // (2 if quick else 1), PAGES_PER_OCTAVE, 1)
 
 
 def _ratios(least: int, most: int, per_octave: int, multiple: int) -> list[int]:

@@ -18,6 +18,10 @@ _ABOUT = {
 }
 
 
+_X = (0.1, 1.0, 10.0, 100.0, 1000.0)
+"""FLOPs per byte: SAXPY has a sixth"""
+
+
 def memory_page(bench: MemoryBench) -> str:
     title = f"Memory of {bench.peaks.device}"
     below = f"{bench.peaks.date}, measured in {seconds_text(bench.seconds)}; sizes are found in the curves"
@@ -69,7 +73,7 @@ def _blas(peaks: Peaks) -> str:
         return ""
     roof = DevicePeaks(
         name="best GEMM, best SAXPY",
-        flops_per_s=max(point["flops"] for point in points),
+        flops_per_s=max(point["flops"] for point in points if point["op"] == "gemm"),
         bytes_per_s=max(point["bytes_per_s"] for point in points if point["op"] == "saxpy" and not _in_cache(point)),
     )
     shown = [point for point in points if not _in_cache(point) and "width" not in point]
@@ -77,7 +81,8 @@ def _blas(peaks: Peaks) -> str:
         Operation(name=_name(point), intensity=point["beside"]["intensity"], flops_per_s=point["flops"])
         for point in shown
     ]
-    chart = rooflines([roof], label="BLAS levels under one roofline", y_text=flops_per_s_text, operations=operations)
+    label = "BLAS levels under one roofline"
+    chart = rooflines([roof], label=label, y_text=flops_per_s_text, operations=operations, x_ticks=_X)
     rows = [
         [_name(point), point["by"], flops_per_s_text(point["flops"]), bandwidth_text(point["bytes_per_s"])]
         for point in points

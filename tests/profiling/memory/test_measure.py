@@ -52,7 +52,7 @@ def test_places_are_the_writable_mounts_with_files_of_their_own(tmp_path: Path) 
     )
     (tmp_path / "a b").mkdir()
     found = places([tmp_path], mounts)
-    assert list(found)[0] == tmp_path.resolve() and Path("/proc") not in found and Path("/sys") not in found
+    assert next(iter(found)) == tmp_path.resolve() and Path("/proc") not in found and Path("/sys") not in found
     assert set(found.values()) <= {"ext4"} and len({path.stat().st_dev for path in found}) == len(found)
 
 
