@@ -77,7 +77,7 @@ def show(out: Output, bench: MemoryBench) -> None:
     from armillary.profiling.memory.published import compared
 
     points = bench.peaks.points
-    if found := points.get("latency"):
+    if results := points.get("latency"):
         rows = [
             [
                 point["level"],
@@ -85,16 +85,16 @@ def show(out: Output, bench: MemoryBench) -> None:
                 None if point["resident_bytes"] is None else bytes_text(point["resident_bytes"]),
                 point["beside"].get("pages"),
             ]
-            for point in found
+            for point in results
         ]
         out.table("latency of a load", ["level", "latency", "holds", "pages"], rows)
     if against := compared(bench.peaks):
         rows = [[each.level, each.measured, each.range_text, "yes" if each.within else "no"] for each in against]
         out.table("beside published values", ["level", "measured", "published", "within"], rows)
-    if found := points.get("sync"):
-        rows = [[p["what"], p["threads"], latency_text(p["seconds"]), p["beside"].get("cycles")] for p in found]
+    if results := points.get("sync"):
+        rows = [[p["what"], p["threads"], latency_text(p["seconds"]), p["beside"].get("cycles")] for p in results]
         out.table("instructions, atomics, barriers", ["what", "threads", "each", "cycles"], rows)
-    if found := points.get("blas"):
+    if results := points.get("blas"):
         rows = [
             [
                 p["op"],
@@ -103,7 +103,7 @@ def show(out: Output, bench: MemoryBench) -> None:
                 flops_per_s_text(p["flops"]),
                 bandwidth_text(p["bytes_per_s"]),
             ]
-            for p in found
+            for p in results
         ]
         out.table("BLAS 1, 2 and 3", ["operation", "by", "size", "FLOP/s", "bytes/s"], rows)
     if points.get("disk"):

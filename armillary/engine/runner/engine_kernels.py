@@ -47,7 +47,7 @@ class EngineKernels:
     latent_decode: Run = latent_decode
     latent_prefill: Run = latent_prefill
     delta_rows: Run = delta_rows
-    pairs: Run = paged_simplicial
+    simplicial: Run = paged_simplicial
     """2-simplicial attention over the cache"""
     tokens: Run | None = None
     """`qkv_cache` and `attention` fused, for a few sequences with one new token each; none: one after the other"""
@@ -108,7 +108,7 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     fused = on_triton and config.mla is None and not attention["norms_apart"]
     moe, grouped_moe = _moe(config, SMALL_MOE, 2, on), _moe(config, GROUPED_MOE, _CHECKED, on)
     grouped = _grouped(config, batch, on) if grouped_moe is None else None
-    delta, pairs = _delta(config, batch, on), _pairs(config, batch, on)
+    delta, simplicial = _delta(config, batch, on), _pairs(config, batch, on)
     return EngineKernels(
         grouped=grouped,
         moe=moe,
@@ -120,10 +120,10 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         ),
         **attention,
         delta_rows=delta_rows if delta is None else delta.run,
-        pairs=paged_simplicial if pairs is None else pairs.run,
+        simplicial=paged_simplicial if simplicial is None else simplicial.run,
         **_decode_kernels(device, fused=fused),
         capturable=on_triton
-        and all(each is None or each.version == "triton" for each in (delta, pairs))
+        and all(each is None or each.version == "triton" for each in (delta, simplicial))
         and (config.moe is None or grouped is not None or grouped_moe is not None),
         lora=_first(LORA, LoraCase(rows=batch, slots=2, rank=8, outputs=config.hidden, inputs=config.hidden, **on)),
         sample=_first(SAMPLE, SampleCase(batch=batch, vocab=config.vocab, **on)),

@@ -241,11 +241,11 @@ class Forward:
             assert isinstance(batch, LatentBatch) and cos is not None and sin is not None
             return attend_latents(layer.latent, qkv, blocks, batch, slots_T, (cos, sin), self.kernels)
         assert isinstance(batch, PagedBatch)
-        if layer.pairs is not None:
+        if layer.simplicial is not None:
             angles = None if cos is None or sin is None else (cos[:, None], sin[:, None])
-            q_TND, k_TJD, v_TJD = layer.pairs.heads(qkv, angles, self.query_group)
+            q_TND, k_TJD, v_TJD = layer.simplicial.heads(qkv, angles, self.query_group)
             write_pairs(k_TJD, v_TJD, blocks, slots_T)
-            return self.kernels.pairs(q_TND, blocks, batch, layer.options).flatten(1)  # type: ignore[no-any-return]
+            return self.kernels.simplicial(q_TND, blocks, batch, layer.options).flatten(1)  # type: ignore[no-any-return]
         qkv, gates = without_gates(layer, qkv, self.head_dim, self.query_group)
         kv_heads = qkv.shape[1] // self.head_dim // (self.query_group + 2)
         mixed = self._attend(layer, qkv, with_heads(blocks, kv_heads), context)

@@ -62,7 +62,7 @@ class Layer:
     options: AttentionOptions
     latent: LatentLayer | None = None
     delta: DeltaWeights | None = None  # of a gated delta-net layer; `slot` is its index among these
-    pairs: SimplicialAttention | None = None  # of a 2-simplicial layer: how its projection is divided into heads
+    simplicial: SimplicialAttention | None = None  # of a 2-simplicial layer: how its projection is divided into heads
     gates: bool = False  # the rows of `qkv` end with gates of the heads' outputs
 
 
@@ -90,7 +90,7 @@ def make_layer(block: Block, group: int, slot: int, number: int = 0) -> Layer:
         heads=_head_options(attention) if isinstance(attention, Attention) else QkvOptions(),
         delta=_delta_weights(attention) if isinstance(attention, GatedDeltaNet) else None,
         gates=isinstance(attention, Attention) and attention.has_gate,
-        pairs=attention if isinstance(attention, SimplicialAttention) else None,
+        simplicial=attention if isinstance(attention, SimplicialAttention) else None,
         options=attention.options(),
         latent=make_latent_layer(attention) if isinstance(attention, LatentAttention) else None,
     )

@@ -94,7 +94,7 @@ def _shard_weights(layer: Layer, config: ModelConfig, group: Group) -> None:
     elif layer.latent is not None:
         _shard_latent(layer, layer.latent, group)
     else:
-        spans = qkv_rows(config, group, in_pairs=layer.pairs is not None)
+        spans = qkv_rows(config, group, in_pairs=layer.simplicial is not None)
         layer.qkv = _cut(_plain(layer.qkv), spans)
     layer.out = _columns(_plain(layer.out), slice(rank * local, (rank + 1) * local))
     if layer.up is not None and layer.down is not None:

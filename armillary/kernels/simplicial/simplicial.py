@@ -36,8 +36,8 @@ def reference(q_BTND: Tensor, k_BSJD: Tensor, v_BSJD: Tensor, options: Attention
     position_T = torch.arange(S - T, S, device=q_BTND.device)
     first_TA = position_T[:, None] - torch.arange(min(window_1, S), device=q_BTND.device)
     near = first_TA.clamp_min(0)
-    products = q_BTKGD[:, :, None] * k1[:, near][:, :, :, :, None]
-    logits = widen(torch.einsum("btakgd,bskd->btkgas", products, k2)) * options.scale_for(q_BTND.shape[-1])
+    q_k1 = q_BTKGD[:, :, None] * k1[:, near][:, :, :, :, None]
+    logits = widen(torch.einsum("btakgd,bskd->btkgas", q_k1, k2)) * options.scale_for(q_BTND.shape[-1])
     second_TS = torch.arange(S, device=q_BTND.device) - position_T[:, None]
     seen_2 = (second_TS <= 0) & (second_TS > -window_2)
     begins_BT = None if options.documents_BT is None else run_begins(options.documents_BT)[:, S - T :]

@@ -118,13 +118,13 @@ def _ordered(
 def _sizes(tiles: Any, q: Tensor, k2: Tensor, window_1: int) -> tuple[dict[str, Any], int]:
     """(constants of a kernel, programs per KV head)."""
     group, D = q.shape[-2] // k2.shape[-2], q.shape[-1]
-    heads, pairs = group_and_pairs(tiles, group, window_1)
+    heads, first_keys = group_and_pairs(tiles, group, window_1)
     constants = {
         "FP32": q.dtype == torch.float32,
         "D": D,
         "BLOCK_D": max(16, power_of_two(D)),
         "GROUP": heads,
-        "PAIRS": pairs,
+        "PAIRS": first_keys,
         "BLOCK_N": tiles.keys,
         "FLAT": tiles.flat,
         "num_warps": tiles.warps,
@@ -270,8 +270,8 @@ def _second_gradients(
     splits = _splits(q, ceil_div(T, tiles.keys) * k2.shape[2] * B)
     own = 1 - swapped
     wanted = [dk[:, :, own::2], dv[:, :, own::2]]
-    made = wanted if splits == 1 else [x.new_empty(splits, *x.shape, dtype=torch.float32) for x in wanted]
-    strides = (0, *made[0].stride()[:3]) if splits == 1 else made[0].stride()[:4]
+    outputs = wanted if splits == 1 else [x.new_empty(splits, *x.shape, dtype=torch.float32) for x in wanted]
+    strides = (0, *outputs[0].stride()[:3]) if splits == 1 else outputs[0].stride()[:4]
     second_kernel[(ceil_div(T, tiles.keys), k2.shape[2] * splits, B)](
         q,
         k1,
@@ -280,7 +280,7 @@ def _second_gradients(
         v2,
         *shared,
         ends,
-        *made,
+        *outputs,
         *q.stride()[:3],
         *k2.stride()[:3],
         *v2.stride()[:3],
@@ -294,7 +294,7 @@ def _second_gradients(
         **sizes,
     )
     if splits > 1:
-        for target, parts in zip(wanted, made, strict=True):
+        for target, parts in zip(wanted, outputs, strict=True):
             target.copy_(parts.sum(0))
 
 

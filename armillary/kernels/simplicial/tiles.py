@@ -41,5 +41,5 @@ def group_and_pairs(tiles: SimplicialTiles, group: int, window_1: int) -> tuple[
     """(heads of a program, first keys of a program): together the rows of a tile, but at least 16, for the tensor
     cores, and no more first keys than the window has."""
     heads = min(tiles.rows, power_of_two(group))
-    pairs = min(max(1, tiles.rows // heads), power_of_two(window_1))
-    return heads, max(pairs, 16 // heads)
+    first_keys = min(max(1, tiles.rows // heads), power_of_two(window_1))
+    return heads, max(first_keys, 16 // heads)

@@ -127,8 +127,8 @@ def chosen(functions: Mapping[tuple[Sight, bool], AttentionFunction], documents_
         numbers_BT = documents_BT
         if options.chunk:  # documents are split into chunks, which every version has
             numbers_BT = in_chunks(documents_BT, options.chunk, q_BTND.shape[0], q_BTND.shape[1], q_BTND.device)
-        pairs = options.pair_windows if options.pair_windows[0] else None
-        run = functions.get((pairs or options.window or None, numbers_BT is not None))
+        pair_windows = options.pair_windows if options.pair_windows[0] else None
+        run = functions.get((pair_windows or options.window or None, numbers_BT is not None))
         if run is None:
             return otherwise()(layer, q_BTND, k_BTKD, v_BTKD, options)
         return run(q_BTND, k_BTKD, v_BTKD, _without_chunk(options, numbers_BT))

@@ -49,11 +49,11 @@ def page_counts(quick: bool) -> list[int]:
 
 
 def _ratios(least: int, most: int, per_octave: int, multiple: int) -> list[int]:
-    found, value = [], float(least)
+    results, value = [], float(least)
     while value <= most * 1.001:
-        found.append(max(1, round(value / multiple)) * multiple)
+        results.append(max(1, round(value / multiple)) * multiple)
         value *= 2 ** (1 / per_octave)
-    return sorted(set(found))
+    return sorted(set(results))
 
 
 def cache_curve(quick: bool, budget_s: float, watch: Watch) -> list[tuple[float, float]]:

@@ -54,16 +54,16 @@ def _curves(quick: bool, watch: Watch) -> dict[str, list[tuple[int, float, float
     random = np.random.default_rng(0)
     wanted = {"ca": sizes(L1_SIZES, 4 if quick else PER_OCTAVE), "cg": sizes(L2_SIZES, 4 if quick else PER_OCTAVE)}
     memory = torch.zeros(L2_SIZES[1] // 8, dtype=torch.int64, device="cuda")
-    found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in wanted}
+    results: dict[str, list[tuple[int, float, float]]] = {name: [] for name in wanted}
     done, total = 0, sum(map(len, wanted.values()))
     for name, each in wanted.items():
         for size in each:
             watch(done, total, f"{size:,} bytes")
             start, nodes = linked(memory, random.permutation(size // LINE) * LINE)
             warm = min(nodes, _MOST_WARM) // 8 * 8
-            found[name].append((size, *run(ptx.chase(name), address=start, before=warm)))
+            results[name].append((size, *run(ptx.chase(name), address=start, before=warm)))
             done += 1
-    return found
+    return results
 
 
 def linked(memory: torch.Tensor, offsets: np.ndarray) -> tuple[int, int]:

@@ -4,25 +4,25 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def probe_kernel(address, out_ptr, count, before, TEXT: tl.constexpr, THREADS: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def probe_kernel(address, out_ptr, count, before, TEXT: tl.constexpr, THREADS: tl.constexpr):  # type: ignore[no-untyped-def]
     """cycles, nanoseconds and result of thread 0."""
-    lane = tl.arange(0, THREADS)
+    thread = tl.arange(0, THREADS)
     cycles, nanoseconds, last = tl.inline_asm_elementwise(
         TEXT,
         "=l,=l,=l,l,r,r",
-        [(lane * 0).to(tl.int64) + address, lane * 0 + count, lane * 0 + before],
+        [(thread * 0).to(tl.int64) + address, thread * 0 + count, thread * 0 + before],
         dtype=(tl.int64, tl.int64, tl.int64),
         is_pure=False,
         pack=1,
     )
-    tl.store(out_ptr + lane * 0, cycles, mask=lane == 0)
-    tl.store(out_ptr + lane * 0 + 1, nanoseconds, mask=lane == 0)
-    tl.store(out_ptr + lane * 0 + 2, last, mask=lane == 0)
+    tl.store(out_ptr + thread * 0, cycles, mask=thread == 0)
+    tl.store(out_ptr + thread * 0 + 1, nanoseconds, mask=thread == 0)
+    tl.store(out_ptr + thread * 0 + 2, last, mask=thread == 0)
 
 
-@triton.jit
-def saxpy_kernel(x_ptr, y_ptr, a, count, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def saxpy_kernel(x_ptr, y_ptr, a, count, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """y += a·x; a thread's loads are as wide as its share of a block: BLOCK / threads numbers."""
     first = tl.program_id(0).to(tl.int64) * BLOCK * STEPS
     for step in range(STEPS):

@@ -64,8 +64,8 @@ def measure_memory(
         if on_cuda:
             copies = host_copy.measure(host_copy.cases(settings), settings)
             bench = _with(bench, "host_copy", [point for _, point in copies])
-        found = storage.places(folders, _mounts() if mounts is None else mounts)
-        bench = _with(bench, "disk", list(storage.measure(settings, found, watch)))
+        results = storage.places(folders, _mounts() if mounts is None else mounts)
+        bench = _with(bench, "disk", list(storage.measure(settings, results, watch)))
     return replace(bench, seconds=time.monotonic() - began, other_cores=background.cores())
 
 
@@ -86,8 +86,8 @@ def _with_levels(
     levels = plateaus(curve)
     points = [_level_point(each, level) for each, level in zip(names(len(levels)), levels, strict=True)]
     for point in points if page else []:
-        held = point["resident_bytes"]
-        point["beside"]["pages"] = None if held is None else round(held / page)
+        size = point["resident_bytes"]
+        point["beside"]["pages"] = None if size is None else round(size / page)
     return replace(_with(bench, "latency", points), curves=bench.curves | {name: (curve, levels)})
 
 
@@ -140,16 +140,16 @@ def _level_point(name: str, level: Plateau) -> dict[str, Any]:
 def sync_points(cores: int) -> list[dict[str, Any]]:
     """Seconds per atomic add, alone and by all cores, of a number's way from core to core, and of a barrier."""
     run, date = probes(), time.strftime("%Y-%m-%d")
-    found = [("atomic add", 1, lambda: run.armillary_atomic(1, _ATOMICS))]
+    results = [("atomic add", 1, lambda: run.armillary_atomic(1, _ATOMICS))]
     if cores > 1:  # threads that wait for each other on one core wait for the scheduler
-        found += [
+        results += [
             ("atomic add", cores, lambda: run.armillary_atomic(cores, _ATOMICS)),
             ("core to core", 2, lambda: run.armillary_hand_over(_HAND_OVERS)),
             ("barrier", cores, lambda: run.armillary_barrier(cores, _HAND_OVERS)),
         ]
     return [
         {"what": what, "threads": threads, "seconds": _first_quartile(once), "beside": {"date": date}}
-        for what, threads, once in found
+        for what, threads, once in results
     ]
 
 

@@ -48,13 +48,13 @@ def _levels(curve: Curve, levels: Sequence[Plateau]) -> str:
         axes = Axes(frame, xs, ys, log=True)
         path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in curve)
         line = f"<polyline points='{path}' fill='none' stroke='{SERIES_COLOURS[0]}' stroke-width='1.8'/>"
-        found = [
+        results = [
             f"<line x1='{axes.x(level.first):.1f}' x2='{axes.x(level.last):.1f}' y1='{axes.y(level.seconds):.1f}' "
             f"y2='{axes.y(level.seconds):.1f}' stroke='{SERIES_COLOURS[1]}' stroke-width='5' opacity='0.55'/>"
             for level in levels
         ]
         ends = [mark(frame, axes.x(level.bytes), bytes_text(level.bytes)) for level in levels if level.bytes]
-        return axes.grid(bytes_text, latency_text, "bytes") + "".join(found) + line + "".join(ends)
+        return axes.grid(bytes_text, latency_text, "bytes") + "".join(results) + line + "".join(ends)
 
     rows = [
         [str(i + 1), latency_text(level.seconds), "–" if level.bytes is None else bytes_text(level.bytes)]
@@ -71,7 +71,7 @@ def _blas(peaks: Peaks) -> str:
     points = peaks.points.get("blas", ())
     if not points:
         return ""
-    roof = DevicePeaks(
+    device = DevicePeaks(
         name="best GEMM, best SAXPY",
         flops_per_s=max(point["flops"] for point in points if point["op"] == "gemm"),
         bytes_per_s=max(point["bytes_per_s"] for point in points if point["op"] == "saxpy" and not _in_cache(point)),
@@ -82,7 +82,7 @@ def _blas(peaks: Peaks) -> str:
         for point in shown
     ]
     label = "BLAS levels under one roofline"
-    chart = rooflines([roof], label=label, y_text=flops_per_s_text, operations=operations, x_ticks=_X)
+    chart = rooflines([device], label=label, y_text=flops_per_s_text, operations=operations, x_ticks=_X)
     rows = [
         [_name(point), point["by"], flops_per_s_text(point["flops"]), bandwidth_text(point["bytes_per_s"])]
         for point in points

@@ -42,11 +42,11 @@ def plateaus(curve: Curve) -> list[Plateau]:
     """From the fastest level to the slowest."""
     spans = _merged(curve, _divided(curve))
     levels = [exp(_level(curve, *span)) for span in spans]
-    found = []
+    results = []
     for at, ((begin, end), level) in enumerate(zip(spans, levels, strict=True)):
         size = _exceeded(curve, begin, end, level, levels[at + 1]) if at + 1 < len(spans) else None
-        found.append(Plateau(seconds=level, bytes=size, first=curve[begin][0], last=curve[end - 1][0]))
-    return found
+        results.append(Plateau(seconds=level, bytes=size, first=curve[begin][0], last=curve[end - 1][0]))
+    return results
 
 
 def _divided(curve: Curve) -> list[tuple[int, int]]:

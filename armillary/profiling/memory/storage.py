@@ -26,7 +26,7 @@ def places(folders: Sequence[Path], mounts: str) -> dict[Path, str]:
     """Folder -> file system: those asked for, then other writable mounts, each device once. `mounts` is the text of
     /proc/mounts."""
     known = {Path(_unescaped(line.split()[1])): line.split()[2] for line in mounts.splitlines() if line}
-    found: dict[Path, str] = {}
+    results: dict[Path, str] = {}
     devices: set[int] = set()
     for folder in [*(each.resolve() for each in folders), *sorted(known)]:
         kind = next((known[path] for path in (folder, *folder.parents) if path in known), "")
@@ -35,8 +35,8 @@ def places(folders: Sequence[Path], mounts: str) -> dict[Path, str]:
         device = folder.stat().st_dev
         if device not in devices:
             devices.add(device)
-            found[folder] = kind
-    return found
+            results[folder] = kind
+    return results
 
 
 def _unescaped(path: str) -> str:
