@@ -36,6 +36,7 @@ LEFT_OUT = {
     r"^bench serve": "takes minutes: tests/engine/bench",
     r"^launch RECIPE( --nodes 1)?$": "needs hosts: tests/services/test_two_hosts.py",
     r"layout\.(cp|pp|ep|tp)=2": "needs ranks: tests/parallel, tests/training/test_many_ranks.py",
+    r"adapters=FOLDER": "needs adapters: tests/serving/openai/test_adapter_api.py",
     r"^rollout ": "needs a service that is under load: tests/cli/test_up.py",
     r"^demo|layout\.tp=3$|lama-3-8b$": "shown by tests/cli/demo and by tests/test_readme.py, which expects the error",
 }
@@ -95,6 +96,8 @@ def adapted(words: list[str], place: Workspace) -> list[str]:
     words = [(NAMES | server_run).get(word, word) for word in words]
     words = [re.sub(r"http://127\.0\.0\.1:\d+", place.url, word) for word in words]
     verb = words[0]
+    if verb == "convert" and words[2] == "model":  # which is there already
+        words[2] = "another-model"
     if verb == "load":
         words += ["--duration", "2"] if "--duration" not in words and "--search" not in words else []
     if verb == "train" and any(word.startswith(("recipes/", "RECIPE")) for word in words):

@@ -42,6 +42,8 @@ FILES: dict[str, str | None] = {
     "seq_len = 2048\nlocal_batch_size = 1\nsteps = 10\n",
     "pretrain.sh": "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --train-iters 10 --vocab-size 512\n",
+    "day.toml": '[model]\npath = "model"\n[hardware]\non = "here"\n[traffic]\nrequests_per_s = 4.0\ntokens_in = 8\n'
+    "tokens_out = 8\nduration_s = 10.0\n",
     "results.json": '{"mmlu": 0.5}',
 }
 MODELS = (
@@ -113,7 +115,6 @@ def workspace(folder: Path) -> Iterator[Workspace]:
     _done(here, "quantize", "model", "model-int8", "--to", "int8", "--kv", "fp8", "--text", "mine.txt")
     _done(here, "quantize", "model", "Qwen2.5-0.5B-int4", "--to", "int4-rtn")
     _done(here, "quantize", "model", "model-Q4_K_M.gguf", "--to", "gguf", "--text", "mine.txt")
-    _done(here, "convert", "net.py:Net", "net.pt2", "--to", "pt2", "--input", "4")
     shutil.copy(ROOT / "tests/profiling/data/alexnet_start.json.gz", folder / "trace.json.gz")
     shutil.copy(ROOT / "tests/diagnosis/data/hf_trainer_eval_often.log", folder / "train.log")
     trained = set(folder.glob("runs/*"))
@@ -140,7 +141,7 @@ def _write_files(folder: Path) -> None:
     recipe = recipe.replace("save_every = 0", "save_every = 10\nkeep = 10").replace(
         "profile_every = 0", "profile_every = 8"
     )
-    for name in ("mine.toml", "tour.toml", "RECIPE", "recipe.toml", "better.toml"):
+    for name in ("mine.toml", "tour.toml", "RECIPE"):
         (folder / name).write_text(recipe)
     for name in ("recipes", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
