@@ -49,6 +49,7 @@ SMALL = (
     "data.vocab=512",
     "data.source=text",
 )
+FEW_TOKENS = ("--set", "traffic.tokens_in=8", "--set", "traffic.tokens_out=8")
 NAMES = {
     "fleet-crane": "quiet-otter",
     "amber-hare": "bold-heron",
@@ -99,7 +100,8 @@ def adapted(words: list[str], place: Workspace) -> list[str]:
     if verb == "convert" and words[2] == "model":  # which is there already
         words[2] = "another-model"
     if verb == "load":
-        words += ["--duration", "2"] if "--duration" not in words and "--search" not in words else []
+        words += ["--duration", "2"] if "--duration" not in words else []
+        words += [] if any("tokens_in" in word for word in words) else list(FEW_TOKENS)
     if verb == "train" and any(word.startswith(("recipes/", "RECIPE")) for word in words):
         words += [part for each in SMALL for part in ("--set", each)]
     if verb in ("serve", "web", "gateway", "up") and words[1:2] != ["keys"]:
