@@ -97,8 +97,6 @@ def adapted(words: list[str], place: Workspace) -> list[str]:
     words = [(NAMES | server_run).get(word, word) for word in words]
     words = [re.sub(r"http://127\.0\.0\.1:\d+", place.url, word) for word in words]
     verb = words[0]
-    if verb == "convert" and words[2] == "model":  # which is there already
-        words[2] = "another-model"
     if verb == "load":
         words += ["--duration", "2"] if "--duration" not in words else []
         words += [] if any("tokens_in" in word for word in words) else list(FEW_TOKENS)

@@ -112,8 +112,8 @@ def workspace(folder: Path) -> Iterator[Workspace]:
         shutil.copytree(export, folder / name)
     for name in ("better", "BETTER"):
         shutil.copytree(next(iter(folder.glob("runs/*-bold-heron/export/20"))), folder / name)
-    _done(here, "quantize", "model", "model-int8", "--to", "int8", "--kv", "fp8", "--text", "mine.txt")
-    _done(here, "quantize", "model", "Qwen2.5-0.5B-int4", "--to", "int4-rtn")
+    _done(here, "bench", "ceilings", "--quick", "--only", "launch")
+    _done(here, "convert", "armillary-5m", "first", "--random-weights")  # of recipes/service.toml
     _done(here, "quantize", "model", "model-Q4_K_M.gguf", "--to", "gguf", "--text", "mine.txt")
     shutil.copy(ROOT / "tests/profiling/data/alexnet_start.json.gz", folder / "trace.json.gz")
     shutil.copy(ROOT / "tests/diagnosis/data/hf_trainer_eval_often.log", folder / "train.log")
