@@ -1,4 +1,5 @@
-"""What mkdocs does beside: pages in the order of docs/README.md, and links to files outside docs/ as plain text."""
+"""What mkdocs does beside: pages in the order of docs/README.md, links that are named after a file by its heading, and
+links to files outside docs/ as plain text."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def inside_only(markdown: str, page: Path) -> str:
             return match[0]
         linked = (page.parent / target).resolve()
         if linked.suffix in (".md", ".svg", ".png") and linked.is_relative_to(HERE):
-            return match[0]
+            named = text == target and linked.suffix == ".md" and linked.is_file()  # after its file: by its heading
+            return f"[{label(str(linked.relative_to(HERE)))}]({target}{match[3] or ''})" if named else match[0]
         path = linked.relative_to(HERE.parent) if linked.is_relative_to(HERE.parent) else Path(target)
         return f"{text} (`{path}`)" if str(path) not in text else text
 

@@ -35,6 +35,7 @@ def test_links_out_of_the_docs_become_text() -> None:
         inside_only("[a](https://example.com) ![b](images/b.svg)", page)
         == "[a](https://example.com) ![b](images/b.svg)"
     )
+    assert inside_only("[../web.md](../web.md)", page) == "[The page: armillary web](../web.md)"
     text = "figures are in [bubbles.md](../../benchmarks/pipeline_bubbles.md)"
     assert inside_only(text, page) == "figures are in bubbles.md (`benchmarks/pipeline_bubbles.md`)"
 
