@@ -98,7 +98,7 @@ def adapted(words: list[str], place: Workspace) -> list[str]:
     words = [re.sub(r"http://127\.0\.0\.1:\d+", place.url, word) for word in words]
     verb = words[0]
     if verb == "load":
-        words += ["--duration", "2"] if "--duration" not in words else []
+        words = [word for i, word in enumerate(words) if "--duration" not in (word, words[i - 1])] + ["--duration", "2"]
         words += [] if any("tokens_in" in word for word in words) else list(FEW_TOKENS)
     if verb == "train" and any(word.startswith(("recipes/", "RECIPE")) for word in words):
         words += [part for each in SMALL for part in ("--set", each)]
