@@ -31,6 +31,7 @@ from armillary.planning.simulation.fleet_case import fleet_case, replica_limits
 from armillary.serving.load.trace import read_trace
 from armillary.spec.hf.config import to_hf
 from armillary.spec.recipe import Recipe, load_service_recipe, recipe_from_dict
+from armillary.spec.tables.fleet import Autoscale
 from armillary.store.home import Home
 from benchmarks.autoscaler_oracle import direction_changes, oracle, slo
 
@@ -64,9 +65,10 @@ policy = "least-load"
 
 [autoscale]
 max_replicas = 12
-interval_s = 2.0
-stable_window_s = 20.0
-panic_window_s = 6.0
+target = {target}
+interval_s = 1.0
+stable_window_s = 15.0
+panic_window_s = 5.0
 cooldown_s = {cooldown_s}
 
 [gateway]
@@ -146,8 +148,9 @@ def main() -> None:
     parser.add_argument("--low", type=float, default=1.0)
     parser.add_argument("--peak", type=float, default=6.0)
     parser.add_argument("--cycles", type=int, default=1)
-    parser.add_argument("--start", type=float, default=8.0, help="seconds that a replica takes to start")
-    parser.add_argument("--cooldown", type=float, default=30.0)
+    parser.add_argument("--start", type=float, default=4.0, help="seconds that a replica takes to start")
+    parser.add_argument("--cooldown", type=float, default=15.0)
+    parser.add_argument("--target", type=float, default=Autoscale.target)
     parser.add_argument("--simulated", action="store_true", help="leave the real processes out")
     args = parser.parse_args()
     seconds = 60 * args.minutes
@@ -156,7 +159,7 @@ def main() -> None:
         write_model(folder / "bot")
         count = write_day(folder / "day.jsonl", args.trace, seconds, args.low, args.peak, args.cycles)
         (folder / "service.toml").write_text(
-            RECIPE.format(start_s=args.start, cooldown_s=args.cooldown, seconds=seconds)
+            RECIPE.format(start_s=args.start, cooldown_s=args.cooldown, target=args.target, seconds=seconds)
         )
         judge(folder, count, seconds, simulated_only=args.simulated)
 

@@ -39,7 +39,7 @@ def pipeline_order(schedule: str, stages: int, chunks: int, batches: int) -> lis
 
 
 def _gpipe(stage: int, batches: int) -> list[Pass]:
-    return [Pass(kind, stage, batch) for kind in ("F", "B") for batch in range(batches)]  # type: ignore[arg-type]
+    return [Pass(kind, stage, batch) for kind in ("F", "B") for batch in range(batches)]
 
 
 def _alternating(

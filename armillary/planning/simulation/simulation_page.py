@@ -34,11 +34,6 @@ def rate_rows(outcome: Outcome) -> list[tuple[str, str]]:
         ("output tokens per second", f"{gauges.get('tokens_out_per_s', 0.0):,.0f}"),
         ("goodput", f"{gauges.get('goodput_requests_per_s', 0.0):.3g} requests/s"),
         ("objectives met", f"{outcome.slo_fraction:.2%} of requests"),
-        *(
-            [("prefix cache", f"{gauges['prefix_hit_fraction']:.1%} of prompt tokens")]
-            if "prefix_hit_fraction" in gauges
-            else []
-        ),
         ("replicas", f"{gauges['replicas']:.2f} on average, {gauges['replica_hours']:.3g} replica hours"),
         ("busy", f"{gauges.get('busy_fraction', 0.0):.0%} of that time"),
     ]

@@ -8,7 +8,6 @@ from typing import Any
 from armillary.planning.simulation.simulated_pipeline import Played, idle_fraction, seconds
 from armillary.planning.simulation.training_case import SimulatedPlan
 from armillary.report.charts import lines
-from armillary.report.diagram import Box, Diagram, diagram_svg
 from armillary.report.page import document, heading, paragraph, section, table
 from armillary.units import dollars_text, seconds_text
 
@@ -17,6 +16,7 @@ MOST_PASSES = 3000
 _WIDTH, _ROW = 1000.0, 22.0
 _FILLS = {"F": "one", "B": "two", "I": "two", "W": "three"}
 _NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+_LOST = {"stragglers": "slow devices", "repeated": "repeated steps"}
 _DAY = 86_400.0
 _US = 1e6
 
@@ -39,13 +39,10 @@ def run_rows(plan: SimulatedPlan) -> list[tuple[str, str]]:
     gauges, run = plan.gauges, plan.run
     rows = [
         ("run", f"{run.steps:,} of {run.case.steps:,} steps in {run.now_s / _DAY:.1f} days"),
-        (
-            "goodput",
-            f"{gauges['goodput_fraction']:.1%}; {plan.planned.goodput.goodput_fraction:.1%} by the plan's formula",
-        ),
+        ("goodput", f"{gauges['goodput_fraction']:.1%}; {plan.goodput.goodput_fraction:.1%} by Daly's formula"),
         ("failures", f"{run.failures}, one in {seconds_text(run.case.mtbf_s)} expected"),
         ("checkpoints", f"every {run.case.interval_steps:,} steps, {seconds_text(run.case.checkpoint_s)} each"),
-        *((f"lost to {name}", f"{share:.2%}") for name, share in run.lost().items()),
+        *((f"lost to {_LOST.get(name, name)}", f"{share:.2%}") for name, share in run.lost().items()),
         ("tokens per second", f"{gauges['tokens_per_s']:,.0f}"),
     ]
     if run.stragglers:
@@ -78,23 +75,20 @@ def training_page(plan: SimulatedPlan, title: str) -> str:
 
 def _picture(played: list[Played], stages: int) -> str:
     """Passes over time, a row per stage."""
-    shown = played[:MOST_PASSES]
     if stages == 1:
         return ""
+    shown = played[:MOST_PASSES]
     scale = _WIDTH / max(each.end_s for each in shown)
-    boxes = [
-        Box(
-            x=each.begin_s * scale,
-            y=each.stage * _ROW,
-            width=max(0.4, (each.end_s - each.begin_s) * scale),
-            height=_ROW - 4,
-            fill=_FILLS[each.work.kind],
-        )
-        for each in shown
-    ]
-    label = "passes of every pipeline stage over a step"
+    boxes = "".join(_box(each, scale) for each in shown)
+    size = f"viewBox='0 0 {_WIDTH:g} {stages * _ROW:g}'"
     names = "Blue: forward; orange: backward; teal: gradients of weights. A row per stage; gaps are idle."
-    return diagram_svg(Diagram(label=label, width=_WIDTH, height=stages * _ROW, boxes=boxes)) + paragraph(names)
+    return f"<svg {size} role='img' aria-label='passes of every stage in a step'>{boxes}</svg>{paragraph(names)}"
+
+
+def _box(each: Played, scale: float) -> str:
+    width = max(0.3, (each.end_s - each.begin_s) * scale - 0.4)
+    place = f"x='{each.begin_s * scale:.1f}' y='{each.stage * _ROW:.0f}' width='{width:.1f}' height='{_ROW - 4:.0f}'"
+    return f"<rect {place} fill='var(--{_FILLS[each.work.kind]})'/>"
 
 
 def training_trace(plan: SimulatedPlan) -> dict[str, Any]:
