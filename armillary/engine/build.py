@@ -31,6 +31,7 @@ from armillary.engine.runner.linear_formats import (
     to_fp8,
 )
 from armillary.engine.runner.native_linear import run_native, run_native_tokens
+from armillary.engine.runner.offload_costs import measured_costs
 from armillary.engine.runner.packed_cpu import run_integers
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
 from armillary.engine.scheduler.decision import StepWork
@@ -86,6 +87,7 @@ def make_engine(
         torch.set_num_threads(max(1, serve.threads // (group.size if group is not None else 1)))
     refuse_packed(model, serve)
     refuse_drafts(model.config, serve)
+    refuse_offload(model.config, serve)
     settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else eos_ids))
     run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
     executor = make_executor(model, settings, serve, seed, group)
@@ -98,11 +100,15 @@ def make_engine(
     draft_model = make_draft(executor, serve, draft, group, serve.block_tokens)
     other_bytes = 0 if draft_model is None else draft_model.block_bytes
     plan = kv_plan(executor, serve, settings.max_model_len, group, warm=warm, other_bytes=other_bytes)
+    plan = replace(plan, host_bytes=int(plan.host_bytes * plan.block_bytes / (plan.block_bytes + other_bytes)))
     cache = plan.make(prefix=serve.prefix_cache)
     settings = replace(settings, max_model_len=_fitting_len(settings, serve, plan, cache), late_masks=group is None)
-    executor.rows.allocate(cache.pool.num_blocks)
+    host_blocks = 0 if cache.offload is None else cache.offload.num_blocks
+    executor.rows.allocate(cache.pool.num_blocks, host_blocks)
     if draft_model is not None:
-        draft_model.allocate(cache.pool.num_blocks)
+        draft_model.allocate(cache.pool.num_blocks, host_blocks)
+    if cache.offload is not None:
+        cache.offload.costs = measured_costs(executor, settings.attention_tokens)
     scheduler = Scheduler(settings, cache)
     on_phase("kernels and KV cache", time.monotonic() - begin)
     begin = time.monotonic()
@@ -162,6 +168,15 @@ def refuse_drafts(config: ModelConfig, serve: Serve) -> None:
         raise BadInput(
             f"{config.name} has recurrent states, which cannot be rolled back over rejected draft tokens; leave "
             "serve.speculate=none"
+        )
+
+
+def refuse_offload(config: ModelConfig, serve: Serve) -> None:
+    """BadInput for KV blocks in host memory of a model that has no prefix cache."""
+    if serve.kv_host_bytes and config.num_recurrent_layers:
+        raise BadInput(
+            f"{config.name} has recurrent states, which blocks do not hold, so it has no prefix cache to keep in host "
+            "memory; leave serve.kv_host_bytes=0"
         )
 
 

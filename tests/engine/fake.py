@@ -11,6 +11,7 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.kv_offload import KVOffload
 from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
@@ -62,7 +63,8 @@ class FakeExecutor:
 
     def __init__(self, cache: KVCache, max_running: int, vocab: int = VOCAB) -> None:
         self.size, self.groups, self.vocab = cache.block_tokens, cache.groups, vocab
-        self.blocks: list[list[Any]] = [[None] * self.size for _ in range(cache.pool.num_blocks)]
+        self.blocks: dict[int, list[Any]] = {block: [None] * self.size for block in range(cache.pool.num_blocks)}
+        """by number; those in host memory are negative"""
         self.tables: list[list[dict[int, int]]] = [[{} for _ in self.groups] for _ in range(max_running)]
         self.row_tokens: list[list[int]] = [[] for _ in range(max_running)]
         self.computed = 0
@@ -127,6 +129,7 @@ def make_scheduler(
     prefix: bool = True,
     has_states: bool = False,
     digest: Any = None,
+    host_blocks: int = 0,
     **settings: Any,
 ) -> Scheduler:
     """A small one that checks itself after every call; sizes count the blocks that can be used."""
@@ -142,6 +145,8 @@ def make_scheduler(
     cache = KVCache(
         num_blocks + 1, block_tokens, groups=groups, prefix=prefix, step_tokens=given["max_tokens_per_step"], **more
     )
+    if host_blocks and prefix:
+        KVOffload(cache, host_blocks)
     return Scheduler(Settings(**given), cache)
 
 

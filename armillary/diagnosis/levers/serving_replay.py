@@ -88,6 +88,7 @@ class Replay:
             block_tokens=kv.block_tokens,
             groups=kv.groups,
             prefix=serve.prefix_cache,
+            host_blocks=serve.kv_host_bytes // kv.block_bytes,
             overlap=ahead,
         )
 

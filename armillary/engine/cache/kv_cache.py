@@ -7,13 +7,16 @@ which go out with the next decision. The work per step is bounded: long tables a
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence as Items
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from armillary.engine.cache.block_hash import Chain, Digest, digest, root
 from armillary.engine.cache.block_pool import NULL, BlockPool
 from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.cache.prefix_cache import PrefixCache
 from armillary.engine.request.sequence import Sequence
+
+if TYPE_CHECKING:
+    from armillary.engine.cache.kv_offload import KVOffload
 
 _AT_ONCE = 256  # blocks freed at once; longer tables are freed in slices
 _SAMPLED = 16  # every so many blocks of a long table, one is checked for other holders
@@ -29,7 +32,7 @@ class TableUpdate(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A block to copy: it is read before the step writes anything."""
+    """A block to copy: it is read before the step writes anything. −h is block h in host memory (kv_offload)."""
 
     source: int
     target: int
@@ -59,7 +62,8 @@ class KVCache:
         self.pool = BlockPool(num_blocks)
         self.prefix_cache = PrefixCache(self.pool, len(self.groups))
         self.table_updates: list[TableUpdate] = []
-        self.copies: list[Copy] = []
+        self.copies: list[Copy] = []  # one after the other
+        self.offload: KVOffload | None = None  # blocks in host memory
         self.freeing: deque[list[int]] = deque()  # tables that are being freed, from their ends
         self._freeing_own = 0
         self.digest = digest
@@ -222,9 +226,15 @@ class KVCache:
         for table in seq.tables:
             for block in table if spoiled else ():
                 if self.pool.hashed[block]:
-                    self.prefix_cache.forget(block)
+                    self._disown(block)
             self.free_table(table)
         seq.forget_blocks(len(self.groups))
+
+    def _disown(self, block: int) -> None:
+        """A block of the prefix cache is invalid, and so is a copy in host memory."""
+        if self.offload is not None:
+            self.offload.forget(self.prefix_cache.groups[block], self.prefix_cache.digests[block])
+        self.prefix_cache.forget(block)
 
     def free_table(self, table: list[int]) -> None:
         """Free a table's blocks, its last first; a long table in slices."""
@@ -250,6 +260,8 @@ class KVCache:
     def invalidate_all(self) -> None:
         """Blocks and the executor's tables may hold anything: forget all hashes and pending updates."""
         self.prefix_cache.clear()
+        if self.offload is not None:
+            self.offload.clear()
         self.table_updates.clear()
         self.copies.clear()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.kv_offload import KVOffload
 from armillary.engine.cache.layer_groups import Group, layer_groups
 from armillary.errors import BadInput
 from armillary.spec.arithmetic.ops import size_of
@@ -33,6 +34,12 @@ class KVPlan:
     step_tokens: int
     """most tokens of a step: windowed layers hold them beside their window"""
     groups: tuple[Group, ...]
+    host_bytes: int = 0
+    """host memory for blocks that the device evicts"""
+
+    @property
+    def host_blocks(self) -> int:
+        return self.host_bytes // self.block_bytes
 
     @property
     def layers_per_group(self) -> int:
@@ -92,6 +99,9 @@ class KVPlan:
             lines += [f"  table {i}: {group.text()}" for i, group in enumerate(self.groups)]
         if self.padding_fraction > 0:
             lines.append(f"  {self.padding_fraction:.1%} of it is padding, so that all tables share one pool")
+        if self.host_blocks:
+            tokens = self.host_blocks // len(self.groups) * self.block_tokens
+            lines.append(f"  {bytes_text(self.host_bytes)} of host memory hold {tokens:,} tokens more, evicted here")
         if self.state_bytes:
             lines.append(
                 f"  beside it {bytes_text(self.state_bytes)} of recurrent states per sequence, of "
@@ -102,7 +112,7 @@ class KVPlan:
     def make(self, *, prefix: bool = True) -> KVCache:
         """Recurrent states are not kept per block, so a model with such layers has no prefix cache."""
         has_states = self.config.num_recurrent_layers > 0
-        return KVCache(
+        cache = KVCache(
             self.num_blocks,
             self.block_tokens,
             groups=self.groups,
@@ -110,6 +120,9 @@ class KVPlan:
             has_states=has_states,
             step_tokens=self.step_tokens,
         )
+        if self.host_blocks and cache.prefix:
+            KVOffload(cache, self.host_blocks)
+        return cache
 
 
 def plan_kv(config: ModelConfig, serve: Serve, budget_bytes: int | str, *, dtype: str = "bf16", tp: int = 1) -> KVPlan:
@@ -124,6 +137,7 @@ def plan_kv(config: ModelConfig, serve: Serve, budget_bytes: int | str, *, dtype
         block_tokens=serve.block_tokens,
         step_tokens=serve.max_tokens_per_step,
         groups=layer_groups(config),
+        host_bytes=serve.kv_host_bytes,
     )
     least = (plan.blocks_of(2) + 1) * plan.block_bytes
     if plan.budget_bytes < least:

@@ -4,6 +4,7 @@ A digest is never trusted alone: tokens and parent are compared, so a collision 
 Evicted digests are remembered for a while, so that a miss can be explained.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 from armillary.engine.cache.block_hash import Chain, DigestMap
@@ -31,6 +32,8 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, num_groups: int) -> None:
         self._pool = pool
         pool.evict = self._evicted
+        self.on_evict: Callable[[int], None] | None = None
+        """called with each block that is about to be evicted (kv_offload)"""
         self.by_digest = [DigestMap(pool.num_blocks) for _ in range(num_groups)]  # per layer group: digest -> block
         # of each hashed block: its digest, the digest of the block before, its tokens
         self.digests, self.parents, self.chunks = ([b""] * pool.num_blocks for _ in range(3))
@@ -47,6 +50,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return self.num_hashed
 
+    def of(self, chain: Chain, group: int, index: int) -> int:
+        """The block with block `index` of a chain, or 0."""
+        return self.find(group, chain.digests[index], chain.parent(index), chain.chunks[index])
+
     def find(self, group: int, digest: bytes, parent: bytes, chunk: bytes) -> int:
         """The block with these tokens after this parent, or 0."""
         block = self.by_digest[group].get(digest)
@@ -60,13 +67,16 @@ class PrefixCache:
             part = by_digest.parts[hash(digest) & by_digest.mask]
             if not block or digest in part or hashed[block]:
                 continue
-            part[digest] = block
-            parent, chunk = chain.parent(place), chain.chunks[place]
-            self.digests[block], self.parents[block], self.chunks[block] = digest, parent, chunk
-            self.groups[block], self.first[block], hashed[block] = group, not place, 1
-            self.num_hashed += 1
-            if not group:
-                self._continues(parent, digest, chunk, first=not place)
+            self.put(block, group, digest, chain.parent(place), chain.chunks[place], first=not place)
+
+    def put(self, block: int, group: int, digest: bytes, parent: bytes, chunk: bytes, *, first: bool | int) -> None:
+        """Add one block, whose digest no other has."""
+        self.by_digest[group].part(digest)[digest] = block
+        self.digests[block], self.parents[block], self.chunks[block] = digest, parent, chunk
+        self.groups[block], self.first[block], self._pool.hashed[block] = group, bool(first), 1
+        self.num_hashed += 1
+        if not group:
+            self._continues(parent, digest, chunk, first=bool(first))
 
     def _continues(self, parent: bytes, digest: bytes, chunk: bytes, *, first: bool) -> None:
         """Update what explains misses."""
@@ -78,6 +88,8 @@ class PrefixCache:
 
     def _evicted(self, blocks: list[int]) -> None:
         for block in blocks:
+            if self.on_evict is not None:
+                self.on_evict(block)
             if not self.groups[block]:
                 digest = self.digests[block]
                 part = self.ghosts.part(digest)

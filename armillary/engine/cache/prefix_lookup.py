@@ -39,6 +39,8 @@ def match(cache: KVCache, seq: Sequence, budget: int) -> int:
     looked = num_found - index + 1
     if cache.window_groups:
         num_usable, more = _longest_with_windows(cache, seq, num_found, max(budget, 1))
+        if cache.offload is not None and not _windows_fit(cache, seq, num_usable):
+            num_usable = 0
         _take(cache, seq, num_found, num_usable)
         num_found, looked = num_usable, looked + more
     seq.matching = False
@@ -77,12 +79,22 @@ def _last(cache: KVCache, seq: Sequence) -> int:
 
 
 def _find(cache: KVCache, seq: Sequence, group: int, index: int) -> int:
-    chain = seq.chain
-    return cache.prefix_cache.find(group, chain.digests[index], chain.parent(index), chain.chunks[index])
+    """A device block, −(a host block), or 0."""
+    block = cache.prefix_cache.of(seq.chain, group, index)
+    return block if block or cache.offload is None else -cache.offload.find(seq, group, index)
 
 
 def _share_found(cache: KVCache, seq: Sequence, index: int, stop: int) -> int:
-    """Share the blocks from `index` on for the full-attention groups until one is missing; returns the end index."""
+    """Share the blocks from `index` on for the full-attention groups, those on the device and those that are worth
+    loading from the host, until one is missing; returns the end index."""
+    end = _share_on_device(cache, seq, index, stop)
+    if cache.offload is not None and end < stop and (num_loaded := cache.offload.load(seq, end, stop)):
+        end += num_loaded
+        _set_computed(cache, seq, end)
+    return end
+
+
+def _share_on_device(cache: KVCache, seq: Sequence, index: int, stop: int) -> int:
     runs = [_run(cache, seq, g, index, stop) for g in cache.full_groups]
     count = min(map(len, runs))
     for g, blocks in zip(cache.full_groups, runs, strict=True):
@@ -133,16 +145,35 @@ def _longest_with_windows(cache: KVCache, seq: Sequence, most: int, budget: int)
     return count, lookups
 
 
+def _windows(cache: KVCache, seq: Sequence, num_usable: int) -> dict[int, tuple[int, list[int]]]:
+    """Windowed group -> (first block that is needed after `num_usable` blocks, where the blocks from it on are)."""
+    windows = {}
+    for g in cache.window_groups:
+        first = min(num_usable, cache.groups[g].first_needed(num_usable * cache.block_tokens) // cache.block_tokens)
+        windows[g] = first, [_find(cache, seq, g, index) for index in range(first, num_usable)]
+    return windows
+
+
+def _windows_fit(cache: KVCache, seq: Sequence, num_usable: int) -> bool:
+    """Whether there are free device blocks for what the host has of the windows."""
+    refs = cache.pool.refs
+    places = [place for _, blocks in _windows(cache, seq, num_usable).values() for place in blocks]
+    return sum(place < 0 or not refs[place] for place in places) <= cache.pool.num_free
+
+
 def _take(cache: KVCache, seq: Sequence, num_found: int, num_usable: int) -> None:
     """Free the blocks beyond `num_usable`, and share the windows before it."""
     for g in cache.full_groups:
         cache.free_table(seq.tables[g][num_usable:])
         del seq.tables[g][num_usable:]
         seq.num_blocks -= num_found - num_usable
-    for g in cache.window_groups:
-        first = min(num_usable, cache.groups[g].first_needed(num_usable * cache.block_tokens) // cache.block_tokens)
-        blocks = [_find(cache, seq, g, index) for index in range(first, num_usable)]
-        cache.pool.share(blocks)
+    windows = _windows(cache, seq, num_usable)
+    brought = None if cache.offload is None else cache.offload.bring(seq, windows)
+    for g, (first, blocks) in windows.items():
+        if brought is None:
+            cache.pool.share(blocks)
+        else:
+            blocks = brought[g]
         seq.tables[g] = [NULL] * first + blocks
         seq.windows[g] = first
         seq.num_blocks += len(blocks)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from armillary.engine.runner.host_blocks import HostBlocks
 from armillary.engine.runner.recurrent_states import RecurrentStates
 from armillary.engine.runner.step_input import Admitted, Ints, Step
 from armillary.kernels.paged.paged_attention import by_heads
@@ -65,14 +66,16 @@ class DeviceRows:
         self.ints_IR = torch.zeros(len(INTS), rows, dtype=torch.int64, device=device)
         self.adapters_R = torch.full((rows,), -1, dtype=torch.int64, device=device)  # slots of LoRA adapters
         self._shape, self._dtype = blocks, dtype
+        self.host: HostBlocks | None = None  # blocks that do not fit the device
         self.allocate(blocks[1])
 
-    def allocate(self, num_blocks: int) -> None:
-        """Allocate or replace the KV blocks, [layer of a group, block, *block_shape]; only before a CUDA graph is
-        captured over them."""
+    def allocate(self, num_blocks: int, host_blocks: int = 0) -> None:
+        """Allocate or replace the KV blocks, [layer of a group, block, *block_shape], and those in host memory; only
+        before a CUDA graph is captured over them."""
         shape, has_heads = self._shape, len(self._shape) == 6
         zeros = by_heads if self.device.type == "cpu" and has_heads else torch.zeros
         self.blocks: Tensor = zeros((shape[0], num_blocks, *shape[2:]), dtype=self._dtype, device=self.device)
+        self.host = HostBlocks(host_blocks, self.blocks) if host_blocks else None
 
     def take(self, step: Step) -> None:
         """Apply a step's changes: new rows, table entries, block copies."""
@@ -88,6 +91,8 @@ class DeviceRows:
             self.tokens_RT[rows.long(), positions.long()] = tokens
 
     def copy_blocks(self, copies: Ints) -> None:
+        if self.host is not None and copies.min() < 0:
+            return self.host.copy(self.blocks, copies)
         sources, targets = self.send(copies).long().unbind()
         self.blocks[:, targets] = self.blocks[:, sources]
 

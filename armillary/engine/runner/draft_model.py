@@ -44,9 +44,9 @@ class DraftModel:
         block = self.executor.rows.blocks[:, :1]
         self.block_bytes = block.numel() * block.element_size()
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, host_blocks: int = 0) -> None:
         """As many KV blocks as the target has."""
-        self.executor.rows.allocate(num_blocks)
+        self.executor.rows.allocate(num_blocks, host_blocks)
 
     def take(self, step: Step) -> None:
         """Copy the blocks that the target copies."""

@@ -121,6 +121,8 @@ class FastExecutor:
             device=self.device,
             states=make_states(config, max_running=max_running, weight=weight, ranks=ranks),
         )
+        if rows is None and cache.offload is not None:
+            self.rows.allocate(cache.pool.num_blocks, cache.offload.num_blocks)
         with torch.inference_mode():
             self.forward = Forward(model, self.rows, cache.groups, self.kernels, max_model_len=max_model_len)
         self.forward.adapters = adapters
@@ -161,6 +163,10 @@ class FastExecutor:
         shape = Shape(*self.encoder.fit(self.max_tokens, self.max_rows, False), self.encoder.groups, False)
         with torch.inference_mode():
             self._compute(shape, True, self.rows.send(null_step(shape, self.max_running)))
+
+    def run_padding(self, shape: Shape, packed: Tensor) -> None:
+        """Run a step of padding without sampling, to time it."""
+        self._compute(shape, False, packed)
 
     def graph_bytes(self) -> int:
         """Memory that CUDA graphs will take, estimated by capturing and freeing a few."""

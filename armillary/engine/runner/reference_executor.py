@@ -6,6 +6,7 @@ Faster executors must give the same tokens. It executes a decision in the docume
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.layer_groups import state_places
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.runner.device_state import block_shape, with_heads
+from armillary.engine.runner.host_blocks import HostBlocks
 from armillary.engine.runner.recurrent_states import RecurrentStates, make_states
 from armillary.engine.scheduler.decision import Decision
 from armillary.kernels.attention.attention import AttentionOptions
@@ -54,6 +56,7 @@ class PlainExecutor:
         shape = (slots, cache.pool.num_blocks, *block_shape(config, self.size))
         self.blocks = torch.zeros(shape, dtype=weight.dtype, device=self.device)
         """for each layer of a group: [block, *block_shape]"""
+        self.host = None if cache.offload is None else HostBlocks(cache.offload.num_blocks, self.blocks)
         longest = -(-max_model_len // self.size)
         self.tables_GRP = torch.zeros(len(cache.groups), max_running, longest, dtype=torch.int32, device=self.device)
         self.tokens_RT = torch.zeros(max_running, max_model_len + 1, dtype=torch.int64, device=self.device)
@@ -96,7 +99,9 @@ class PlainExecutor:
         for draft in decision.drafts:
             upto = draft.start + draft.count
             self.tokens_RT[draft.row, draft.start : upto] = torch.tensor(draft.tokens, device=self.device)
-        if decision.copies:
+        if decision.copies and self.host is not None:
+            self.host.copy(self.blocks, np.array(decision.copies, dtype=np.int32).T.copy())
+        elif decision.copies:
             sources, targets = zip(*decision.copies, strict=True)
             self.blocks[:, list(targets)] = self.blocks[:, list(sources)]
 

@@ -107,6 +107,11 @@ class Decision:
         return self.drafts[0].at if self.drafts else len(self.decodes)
 
     @property
+    def num_host_blocks(self) -> int:
+        """KV blocks copied from or to host memory."""
+        return sum(source < 0 or target < 0 for source, target in self.copies)
+
+    @property
     def num_prefill_tokens(self) -> int:
         return sum([chunk.size for chunk in self.chunks])
 
@@ -136,6 +141,7 @@ class Decision:
         parts += [f"start {seq.id} ({seq.computed} cached)" for seq in self.admitted if seq.cached_tokens]
         parts += [f"preempt {seq.id}" for seq in self.preempted] + [f"expire {seq.id}" for seq in self.ended]
         parts += [f"{len(self.copies)} copies"] if self.copies else []
+        parts += [f"{self.num_host_blocks} of host blocks"] if self.num_host_blocks else []
         return " · ".join(parts)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from armillary.engine.cache.block_pool import NULL
 from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.kv_offload import KVOffload
 from armillary.engine.request.sequence import Sequence, State
 
 if TYPE_CHECKING:
@@ -33,13 +34,16 @@ def check(scheduler: Scheduler) -> None:
     check_request_table(request_table)
     check_blocks(cache, request_table.running)
     check_hashes(cache)
+    if cache.offload is not None:
+        check_offload(cache.offload)
     for seq in request_table.running:
         check_sequence(cache, seq)
     for decision in scheduler.under_way:
         targets = [copy.target for copy in decision.copies]
         _must(len(set(targets)) == len(targets), f"step {decision.number} copies twice into one block")
         sources = {copy.source for copy in decision.copies}
-        alone = not sources & set(targets) or scheduler.totals.shrunk > 0  # with copies of a decision taken back
+        # with copies of a decision taken back, or of blocks that move to the host and others that take their place
+        alone = not sources & set(targets) or scheduler.totals.shrunk > 0 or cache.offload is not None
         _must(alone, f"step {decision.number} copies from a block it copies into")
 
 
@@ -123,6 +127,19 @@ def check_hashes(cache: KVCache) -> None:
         not set(prefix_cache.ghosts.plain()) & set(prefix_cache.by_digest[0].plain()),
         "a cached block is remembered as evicted",
     )
+
+
+def check_offload(offload: KVOffload) -> None:
+    """Host blocks are held only while they are loaded, and their hashes are right."""
+    pool, hashes = offload.pool, offload.hashes
+    free = list(pool.free_blocks())
+    _must(len(free) == pool.num_free == offload.num_blocks, "a host block is held, or lost")
+    _must(sum(pool.hashed) == hashes.num_hashed, "a host block has a lost digest")
+    for slot in (slot for slot in free if pool.hashed[slot]):
+        digest = hashes.digests[slot]
+        _must(hashes.by_digest[hashes.groups[slot]].get(digest) == slot, f"host block {slot} cannot be found")
+        right = offload.cache.digest(hashes.parents[slot], hashes.chunks[slot]) == digest
+        _must(right, f"host block {slot} has another text's digest")
 
 
 def check_sequence(cache: KVCache, seq: Sequence) -> None:

@@ -8,7 +8,7 @@ catch up with its tokens. Decodes go first, prefill chunks fill the rest of the 
 from collections import deque
 from collections.abc import Sequence as Items
 
-from armillary.engine.cache.kv_cache import CacheHousekeeping, KVCache
+from armillary.engine.cache.kv_cache import CacheHousekeeping, Copy, KVCache
 from armillary.engine.cache.prefix_lookup import search
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import BROKEN, FinishReason, Sequence, State
@@ -64,6 +64,7 @@ class Scheduler:
         self._stalled = False
         self._full = False
         self._retreated = False
+        self._copies: list[Copy] = []  # of the last decision, one after the other
         self._waits = not settings.late_masks  # a structured sequence is not scheduled before its last token is known
 
     # --- requests
@@ -264,9 +265,10 @@ class Scheduler:
             decision.admitted = [seq for seq in dict.fromkeys(self._admitted) if seq.state is _RUNNING]
             self._admitted.clear()
             decision.table_updates, self.cache.table_updates = self.cache.table_updates, []
-            decision.copies, self.cache.copies = self.cache.copies, []
-            if self._retreated:
-                decision.copies, self._retreated = as_one(decision.copies), False
+            self._copies, self.cache.copies = self.cache.copies, []
+            decision.copies = self._copies
+            if self._retreated or self.cache.offload is not None:
+                decision.copies, self._retreated = as_one(self._copies), False
         decision.rows = [seq.row for seq in decision.decodes]
         prefilled = [chunk.sequence for chunk in decision.chunks if chunk.samples]
         decision.sampling = decision.decodes + prefilled if prefilled else decision.decodes
@@ -285,7 +287,8 @@ class Scheduler:
                 self.request_table.preempt(seq)
         self._fresh.clear()
         self._admitted[:0] = decision.admitted
-        self.cache.table_updates[:0], self.cache.copies[:0] = decision.table_updates, decision.copies
+        self.cache.table_updates[:0] = decision.table_updates
+        self.cache.copies[:0] = self._copies
         self._retreated = True
         self._ended += decision.ended
         decision.ended = []

@@ -46,7 +46,7 @@ def state_gauges(scheduler: Scheduler) -> dict[str, float]:
         "errors_total": totals.errors,
         "tokens_in_total": totals.tokens_in,
         "tokens_out_total": totals.tokens_out,
-    } | _speculation_gauges(scheduler)
+    } | (_speculation_gauges(scheduler) | _offload_gauges(scheduler))
 
 
 def _adapter_gauges(scheduler: Scheduler, decision: Decision) -> dict[str, float]:
@@ -68,6 +68,22 @@ def _speculation_gauges(scheduler: Scheduler) -> dict[str, float]:
         "accepted_total": totals.accepted,
         "acceptance_fraction": totals.accepted / totals.drafted if totals.drafted else 0.0,
         "speculation_speedup": totals.plain_s / totals.speculated_s if totals.speculated_s else 1.0,
+    }
+
+
+def _offload_gauges(scheduler: Scheduler) -> dict[str, float]:
+    """KV blocks in host memory; none where there is none for them."""
+    cache = scheduler.cache
+    offload = cache.offload
+    if offload is None:
+        return {}
+    return {
+        "kv_host_capacity_tokens": offload.num_blocks // len(cache.groups) * cache.block_tokens,
+        "kv_host_used_fraction": offload.used_fraction,
+        "kv_offloaded_total": offload.num_offloaded,
+        "kv_loaded_total": offload.num_loaded,
+        "kv_swapped_in_total": offload.swapped_in,
+        "kv_load_declined_total": offload.declined,
     }
 
 

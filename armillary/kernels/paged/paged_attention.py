@@ -51,15 +51,16 @@ def by_heads(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> 
     """A cache [..., pages, 2, KV heads, page size, head dim] of zeros for CPUs: in memory all pages of a head are
     adjacent, so that consecutive pages are one list of keys."""
     *outer, pages, two, heads, size, dim = shape
-    flat = _untouched_zeros(prod(shape) * dtype.itemsize).view(dtype).to(device)
+    flat = untouched_zeros((prod(shape),), dtype).to(device)
     return flat.view(*outer, two, heads, pages, size, dim).movedim(-3, len(outer))
 
 
-def _untouched_zeros(num_bytes: int) -> Tensor:
+def untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros that take no memory and no time until they are written (calloc), aligned to a cache line."""
+    num_bytes = prod(shape) * dtype.itemsize
     flat = torch.from_numpy(np.zeros(num_bytes + _LINE, dtype=np.uint8))
     begin = -flat.data_ptr() % _LINE
-    return flat[begin : begin + num_bytes]
+    return flat[begin : begin + num_bytes].view(dtype).view(*shape)
 
 
 def paged_attention(q_TND: Tensor, cache: Tensor, batch: PagedBatch, options: AttentionOptions) -> Tensor:

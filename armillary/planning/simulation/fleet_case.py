@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
+from armillary.engine.cache.kv_capacity import plan_kv
 from armillary.errors import ArmillaryError, BadInput
 from armillary.fleet.autoscale.policy import Autoscaler
 from armillary.fleet.autoscale.replica_capacity import Limits
@@ -19,7 +20,7 @@ from armillary.planning.simulation.replayed_requests import Arrival, drawn
 from armillary.planning.simulation.request_slo import met
 from armillary.planning.simulation.simulated_engine import System, system_of
 from armillary.planning.simulation.simulated_fleet import SimulatedFleet
-from armillary.planning.simulation.step_cost import StepCost, planned_step_cost
+from armillary.planning.simulation.step_cost import StepCost, host_block_s, planned_step_cost
 from armillary.planning.simulation.trace_arrivals import arrivals_of
 from armillary.spec.tables.fleet import Autoscale, Fleet
 from armillary.spec.tables.serve import Objective, Traffic
@@ -98,6 +99,8 @@ def fleet_case(
         prompt = max(1, round(sum(each.tokens_in for each in arrivals) / len(arrivals)))
         out = sum(each.tokens_out for each in arrivals) / len(arrivals)
         cost = cost or planned_step_cost(server.replica, context=max(1, prompt + round(out / 2)), prompt=prompt)
+    if serve.kv_host_bytes:
+        cost = replace(cost, host_block_s=host_block_s(cluster, plan_kv(config, serve, 1 << 62).block_bytes))
     if kv_tokens < serve.block_tokens:
         raise BadInput(f"no KV cache is left beside the weights of {config.name}; raise layout.tp or serve.kv_bytes")
     return FleetCase(

@@ -48,7 +48,7 @@ class SimulatedDevice:
 
     def launch(self, decision: Decision) -> Launched:
         work = decision.work
-        taken = self._cost.seconds(work) * self.slowdown
+        taken = (self._cost.seconds(work) + self._cost.host_block_s * decision.num_host_blocks) * self.slowdown
         ratios = self._cost.noise.ratios_near(work.prefill_tokens > 0, taken)
         taken *= self._rng.choice(ratios) if ratios else 1.0
         self._free_at = max(self.now, self._free_at) + taken

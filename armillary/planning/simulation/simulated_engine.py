@@ -11,6 +11,7 @@ from typing import Any
 
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.kv_capacity import plan_kv
+from armillary.engine.cache.kv_offload import KVOffload
 from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.engine import Engine
 from armillary.engine.output.output_text import NoText, OutputProcessor
@@ -25,7 +26,7 @@ from armillary.planning.serving.queueing import Server
 from armillary.planning.simulation.replayed_requests import Arrival, Prompts, drawn
 from armillary.planning.simulation.request_stats import served_gauges
 from armillary.planning.simulation.simulated_device import STOP, SimulatedDevice
-from armillary.planning.simulation.step_cost import StepCost, planned_step_cost
+from armillary.planning.simulation.step_cost import StepCost, host_block_s, planned_step_cost
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve
 
@@ -44,6 +45,8 @@ class System:
     block_tokens: int = 16
     groups: tuple[Group, ...] = FULL_ATTENTION
     prefix: bool = True
+    host_blocks: int = 0
+    """blocks of host memory that evicted ones move to (serve.kv_host_bytes)"""
     overlap: bool = True
     streamed: bool = False
     """outputs are streamed, as by a server, so that prefill is limited by default"""
@@ -57,6 +60,8 @@ class System:
             prefix=self.prefix,
             step_tokens=self.settings.max_tokens_per_step,
         )
+        if self.host_blocks and self.prefix:
+            KVOffload(cache, self.host_blocks)
         scheduler = Scheduler(replace(self.settings, vocab=VOCAB, eos_ids=frozenset({STOP})), cache)
         if self.streamed:
             scheduler.prefill.stream()
@@ -72,6 +77,7 @@ def system_of(config: ModelConfig, serve: Serve, kv_tokens: float, chip: str) ->
         groups=sizes.groups,
         num_blocks=max(1, int(kv_tokens) // sizes.block_tokens * len(sizes.groups)),
         prefix=serve.prefix_cache,
+        host_blocks=sizes.host_blocks,
         overlap=serve.decides_ahead(chip),
         streamed=True,
     )
@@ -161,6 +167,9 @@ def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
     context = max(1, traffic.tokens_in + traffic.tokens_out // 2)
     cost = planned_step_cost(server.replica, context=context, prompt=traffic.tokens_in)
     system = system_of(config, server.serve, kv_tokens, server.replica.cluster.chip.kind)
+    if server.serve.kv_host_bytes:
+        sizes = plan_kv(config, server.serve, 1 << 62, tp=server.replica.split.tp)
+        cost = replace(cost, host_block_s=host_block_s(server.replica.cluster, sizes.block_bytes))
     most = min(MOST_REQUESTS, max(1, MAX_TOKENS // traffic.tokens_out))
     requests = min(most, max(1, round(traffic.requests_per_s * traffic.duration_s)))  # as a load test sends
     gauges = simulate(drawn(traffic, requests), system, cost).gauges

@@ -12,9 +12,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from armillary.engine.scheduler.decision import StepTimeModel, StepWork
+from armillary.planning.training.offload import LINK_SHARE, UNKNOWN_LINK
+from armillary.spec import catalogue
 
 if TYPE_CHECKING:
     from armillary.planning.serving.replica import Replica
+    from armillary.spec.hardware import Cluster
 
 ENOUGH = 8
 """least steps to sample from; where a size has fewer, the next sizes count too"""
@@ -78,6 +81,8 @@ class StepCost:
     pair_s: float = 0.0
     row_s: float = 0.0
     past_s: float = 0.0
+    host_block_s: float = 0.0
+    """of copying a KV block from or to host memory: not part of `seconds`, since it is no work of the model"""
     least_queries: float = 0.0
     """prefill tokens below which attention takes no less time: fewer thread blocks leave a device idle"""
     waits: bool = False
@@ -111,6 +116,16 @@ class StepCost:
     def of(self, step: Mapping[str, Any]) -> float:
         """Seconds of a recorded step."""
         return self.seconds(StepWork.of(step))
+
+
+def host_block_s(cluster: Cluster, block_bytes: int) -> float:
+    """Seconds to copy a KV block between host and device: over their link, or within a CPU's memory, where it is read
+    and written."""
+    chip = cluster.chip
+    if chip.kind == "cpu":
+        return 2 * block_bytes / chip.memory_bytes_per_s if chip.memory_bytes_per_s else 0.0
+    link = catalogue.links().get(chip.host_link)
+    return block_bytes / ((link.bytes_per_s if link and link.bytes_per_s else UNKNOWN_LINK) * LINK_SHARE)
 
 
 def extrapolate_batch(cost: StepCost, planned: StepCost, rows: int, context: float) -> StepCost:

@@ -21,8 +21,9 @@ _OF_SOME_ENGINES = (
     "expert_tail_fraction",
     "acceptance_fraction",
     "speculation_speedup",
+    "kv_host_used_fraction",
 )
-"""of models with experts; of speculative decoding"""
+"""of models with experts; of speculative decoding; of KV blocks in host memory"""
 _ENGINE_TOTALS = (
     "busy_s_total",
     "preemptions_total",
@@ -36,6 +37,9 @@ _ENGINE_TOTALS = (
     "drafted_total",
     "accepted_total",
     "expert_tokens_total",
+    "kv_offloaded_total",
+    "kv_loaded_total",
+    "kv_swapped_in_total",
 )
 
 _FINISHES = ("stop", "length", "tool_calls", "abort", "deadline", "error")

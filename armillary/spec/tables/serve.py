@@ -21,6 +21,9 @@ class Serve:
     """most tokens of prompt and completion together; none: the model's context, or what the KV cache holds if less"""
     kv_bytes: int | None = None
     """size of the KV cache per device; none: what memory_fraction leaves beside weights and working memory"""
+    kv_host_bytes: int = 0
+    """host memory per device for KV blocks that the prefix cache evicts, also those of preempted requests; they are
+    loaded again where that is measured to be cheaper than recomputation; 0: they are lost"""
     memory_fraction: float | None = None
     """share of a device's memory for weights, working memory and KV cache together; none: 0.9 of a GPU, 0.7 of what a
     process on a CPU may use"""
@@ -151,7 +154,9 @@ class Serve:
         at_least(self, "serve", 1, *sizes, "threads", "max_answer", "max_body_bytes", "max_draft")
         if self.draft and self.speculate == "none":
             object.__setattr__(self, "speculate", "draft")
-        at_least(self, "serve", 0, "max_adapters")
+        at_least(self, "serve", 0, "max_adapters", "kv_host_bytes")
+        if self.kv_host_bytes and not self.prefix_cache:
+            raise BadRecipe("serve.kv_host_bytes keeps blocks of the prefix cache; leave serve.prefix_cache=true")
         at_least(self, "serve", 1, "adapter_rank")
         if self.adapters and not self.max_adapters:
             object.__setattr__(self, "max_adapters", 8)

@@ -35,6 +35,7 @@ requests = st.lists(st.tuples(prompts, st.integers(1, 14), st.integers(1, 3)), m
     prefill_tokens=st.none() | st.integers(1, 6),
     reserve=st.none() | st.just(0.0),
     lookups=st.integers(1, 8),
+    host_blocks=st.sampled_from([0, 2, 40]),
     ageing=st.sampled_from([0.0, 3.0]),
 )
 def test_answers_are_those_of_the_request_alone(
@@ -89,6 +90,7 @@ def test_a_hash_that_always_collides_costs_hits_and_nothing_else() -> None:
     spare=st.integers(0, 12),
     prefix=st.booleans(),
     overlap=st.booleans(),
+    host_blocks=st.sampled_from([0, 3, 40]),
 )
 def test_aborts_and_failed_steps_leave_the_other_answers_right(
     wanted: list[tuple[list[int], int, int]],
@@ -98,9 +100,12 @@ def test_aborts_and_failed_steps_leave_the_other_answers_right(
     spare: int,
     prefix: bool,
     overlap: bool,
+    host_blocks: int,
 ) -> None:
     made = [ask(f"r{i}", prompt, most, n=n) for i, (prompt, most, n) in enumerate(wanted)]
-    scheduler = make_scheduler(num_blocks=10 * len(groups) + spare, groups=groups, prefix=prefix)
+    scheduler = make_scheduler(
+        num_blocks=10 * len(groups) + spare, groups=groups, prefix=prefix, host_blocks=host_blocks
+    )
     loop = Loop(scheduler, FakeExecutor(scheduler.cache, 4), overlap=overlap)
     answers = [seq for request in made for seq in scheduler.submit(request, 0.0)]
     for number in range(2000):

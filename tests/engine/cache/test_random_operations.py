@@ -18,18 +18,19 @@ from tests.engine.fake import VOCAB, ask, make_scheduler
 MIXED = (Group(), Group(sees="window", reach=6))
 
 
-MANY = [pytest.param(groups, 100_000, marks=pytest.mark.slow) for groups in (FULL_ATTENTION, MIXED)]
+MANY = [pytest.param(groups, 100_000, 12, marks=pytest.mark.slow) for groups in (FULL_ATTENTION, MIXED)]
 
 
 @pytest.mark.parametrize(
-    ("groups", "operations"),
-    [(FULL_ATTENTION, 20_000), (MIXED, 10_000), *MANY],
+    ("groups", "operations", "host_blocks"),
+    [(FULL_ATTENTION, 20_000, 0), (MIXED, 8_000, 0), (FULL_ATTENTION, 10_000, 12), (MIXED, 6_000, 24), *MANY],
 )
-def test_random_operations_leave_nothing_allocated(groups: Any, operations: int) -> None:
+def test_random_operations_leave_nothing_allocated(groups: Any, operations: int, host_blocks: int) -> None:
     dice = random.Random(7)
     scheduler = make_scheduler(
         num_blocks=16 * len(groups),
         groups=groups,
+        host_blocks=host_blocks,
         check_every=0,
         max_running=8,
         max_waiting=12,
@@ -86,8 +87,11 @@ class EngineMachine(RuleBasedStateMachine):
         reserve=st.sampled_from([None, 0.0, 1.0]),
         mode=st.sampled_from(["continuous", "static", "none"]),
         groups=st.sampled_from([FULL_ATTENTION, MIXED]),
+        host_blocks=st.sampled_from([0, 4, 30]),
     )
-    def begin(self, blocks: int, size: int, prefix: bool, reserve: float | None, mode: str, groups: Any) -> None:
+    def begin(
+        self, blocks: int, size: int, prefix: bool, reserve: float | None, mode: str, groups: Any, host_blocks: int
+    ) -> None:
         self.scheduler = make_scheduler(
             num_blocks=blocks * len(groups),
             block_tokens=size,
@@ -95,6 +99,7 @@ class EngineMachine(RuleBasedStateMachine):
             reserve=reserve,
             batching=mode,
             groups=groups,
+            host_blocks=host_blocks,
             max_running=3,
             max_tokens_per_step=8,
             lookups=3,

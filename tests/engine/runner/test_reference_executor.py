@@ -95,6 +95,7 @@ prompts = st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=18), min_siz
     block_tokens=st.sampled_from([4, 8]),
     max_tokens_per_step=st.sampled_from([4, 7, 32]),
     prefix_cache=st.booleans(),
+    kv_host_bytes=st.sampled_from([0, 20_000, 500_000]),
     overlap=st.booleans(),
 )
 def test_greedy_answers_are_those_of_plain_generation(
@@ -102,6 +103,8 @@ def test_greedy_answers_are_those_of_plain_generation(
 ) -> None:
     config, weights = MODELS[name], model(name)
     requests = [ask(f"r{i}", prompt, 9, temperature=0.0) for i, prompt in enumerate(wanted)]
+    if not given_settings["prefix_cache"]:
+        given_settings["kv_host_bytes"] = 0
     found = serve(config, weights, requests, **given_settings)
     right = [generate_tokens(weights, [prompt], Sampling(max_tokens=9, temperature=0))[0] for prompt in wanted]
     assert [made.tokens for made in found] == right
