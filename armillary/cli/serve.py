@@ -1,6 +1,5 @@
 """`armillary serve`: a model behind an OpenAI-compatible HTTP server."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -27,14 +26,15 @@ _AROUND_ROUTES = tuple(
 @click.argument("model", shell_complete=completion.models)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
-@click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Devices that shard the model.")
+@click.option("--tp", type=click.IntRange(1), help="Devices that shard the model, or each of its stages.  [default: 1]")
+@click.option("--devices", type=click.IntRange(1), help="Devices, which the planner divides into --tp and serve.pp.")
 @click.option("--trust", is_flag=True, help="Serve a model file that armillary convert did not write here.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
-@click.option("--metrics", type=click.Choice(["armillary", "vllm"]), help="vllm: vLLM's names beside ours on /metrics.")
 @click.option("--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Take its [serve] table.")
 @set_option
 @model_code_option
 @moved("--max-model-len", "try --set serve.max_model_len=4096")
+@moved("--metrics", "try --set serve.metrics=vllm")
 @moved("--fp8", "try --set serve.weights=fp8", is_flag=True)
 @moved("--name", "try --set serve.name=…")
 @moved("--kv-dtype", "try --set serve.kv_dtype=fp8")
@@ -48,10 +48,10 @@ def serve(
     model: str,
     host: str,
     port: int,
-    tp: int,
+    tp: int | None,
+    devices: int | None,
     trust: bool,
     device: str | None,
-    metrics: str | None,
     recipe: Path | None,
     overrides: tuple[str, ...],
 ) -> None:
@@ -62,7 +62,8 @@ def serve(
 
     SIGTERM lets requests in flight finish. The rest is keys of [serve], like limits and API keys: --set
     serve.max_model_len=4096, --set serve.max_waiting=100, --set serve.api_key_file=keys.txt, --set serve.name=…
-    (for clients), --set serve.dtype=bf16, --set serve.speculate=ngram, --set serve.otlp=http://….
+    (for clients), --set serve.dtype=bf16, --set serve.speculate=ngram, --set serve.pp=2
+    (stages of layers), --set serve.ep=4 (groups of experts), --set serve.otlp=http://….
 
     A model file (.pt2, .pt, .onnx), or a folder of numbered versions of one, is served at /predict with dynamic
     batching. A .pt2 or .pt can hold code: one that armillary convert did not write here needs --trust.
@@ -75,7 +76,7 @@ def serve(
         )
     if trust:
         raise BadInput("--trust is for model files; a model folder holds no code, leave it out")
-    asked = _asked(recipe, overrides, {"metrics": metrics})
+    asked = _asked(recipe, overrides)
     if find_spec("torch") is None:  # the engine's process imports it, not this one
         raise missing("torch", "serving a model", "torch")
     if asked.serve.rehearse:
@@ -86,7 +87,7 @@ def serve(
     if asked.serve.draft:
         drafts = find_model(out, home, asked.serve.draft, need_weights=True, trusted_keys=asked.serve.trusted_keys)
         asked = replace(asked, serve=replace(asked.serve, draft=str(drafts.folder)))
-    from armillary.cli.serve_run_folder import recorded, resolve_dtype, resolve_threads
+    from armillary.cli.serve_run_folder import choose_layout, recorded, resolve_dtype, resolve_threads
     from armillary.profiling.dtypes.choice import with_dtype
     from armillary.serving.http.server import listen_options
     from armillary.serving.openai.promotion import followed_alias
@@ -99,6 +100,12 @@ def serve(
         source = replace(source, name=follow.release.name)
     dtype = resolve_dtype(home, source, asked, device)
     say(dtype.warning or f"dtype {dtype.reason or f'{dtype.dtype}: as asked'}")
+    if devices is not None:
+        if tp is not None or asked.serve.pp > 1:
+            raise BadInput("--devices is divided by the planner; leave --tp and serve.pp out, or leave --devices out")
+        tp, pp = choose_layout(home, source, asked, dtype, devices=devices, device=device, say=say)
+        asked = replace(asked, serve=replace(asked.serve, pp=pp))
+    tp = tp or 1
     threads = resolve_threads(home, source, asked, dtype, tp=tp, device=device, say=say)
     if threads is not None:
         say(f"threads {threads.reason or f'{threads.count}: as asked'}")
@@ -124,17 +131,15 @@ def serve(
             gauges=folder.gauges if folder else None,
             model_code=loaded_files(),
         )
-        run(source, config, listen, ranks=tp, follow=follow, say=say)
+        run(source, config, listen, ranks=tp * asked.serve.pp, follow=follow, say=say)
 
 
-def _asked(recipe: Path | None, overrides: tuple[str, ...], keys: Mapping[str, str | None]) -> Recipe:
-    """The recipe, then flags (key of [serve] -> value), then --set of [serve]."""
-    flags = [f"serve.{key}={value}" for key, value in keys.items() if value]
+def _asked(recipe: Path | None, overrides: tuple[str, ...]) -> Recipe:
+    """The recipe, then --set of [serve]."""
     for text in overrides:
         if not text.startswith("serve."):
             raise BadInput(f"--set {text} is not of [serve]; it reads that table alone, like serve.max_running=64")
-    given = [*flags, *overrides]
-    return load_recipe(recipe, given) if recipe else recipe_from_dict({"model": {"name": "any"}}, given)
+    return load_recipe(recipe, overrides) if recipe else recipe_from_dict({"model": {"name": "any"}}, overrides)
 
 
 def serve_file(

@@ -61,7 +61,7 @@ def begin_run(
     """A folder for what this server measures, with its plan; ArmillaryError where it cannot be written."""
     from armillary.machine.machine import here
 
-    layout = replace(recipe.layout, tp=tp, precision=dtype.dtype)
+    layout = replace(recipe.layout, tp=tp, pp=recipe.serve.pp, precision=dtype.dtype)
     recipe = replace(recipe, layout=layout)
     tables = {name: table for name, table in to_dict(recipe).items() if name not in ("train", "data")}
     cluster = recipe.cluster(here(device=device))
@@ -116,6 +116,23 @@ def resolve_dtype(home: Home, source: ModelSource, asked: Recipe, device: str | 
     return resolve_serving(asked.serve, rates, stored=stored_dtype(source.folder), traffic=asked.traffic)
 
 
+def choose_layout(
+    home: Home, source: ModelSource, asked: Recipe, dtype: Resolved, *, devices: int, device: str | None, say: Say
+) -> tuple[int, int]:
+    """(tp, pp) on so many devices for the recipe's traffic, as the planner prices them."""
+    from armillary.machine.machine import here
+    from armillary.planning.serving.engine_layout import engine_layout
+    from armillary.planning.serving.serving_plan import serving_request
+    from armillary.profiling.dtypes.choice import with_dtype
+
+    layout = replace(asked.layout, precision=dtype.dtype)
+    recipe = replace(asked, layout=layout, serve=with_dtype(asked.serve, dtype))
+    request = serving_request(recipe, source.config, here(device=device), home)
+    chosen, why = engine_layout(request, layout, devices)
+    say(f"layout {chosen.text('tp', 'pp')}: {why}")
+    return chosen.tp, chosen.pp
+
+
 def resolve_threads(
     home: Home, source: ModelSource, asked: Recipe, dtype: Resolved, *, tp: int, device: str | None, say: Say
 ) -> Threads | None:
@@ -128,7 +145,9 @@ def resolve_threads(
     if cluster.chip.kind != "cpu":
         return None
     recipe = replace(
-        asked, layout=replace(asked.layout, tp=tp, precision=dtype.dtype), serve=with_dtype(asked.serve, dtype)
+        asked,
+        layout=replace(asked.layout, tp=tp, pp=asked.serve.pp, precision=dtype.dtype),
+        serve=with_dtype(asked.serve, dtype),
     )
     longest, traffic = asked.serve.max_model_len or source.config.context, asked.traffic
     if traffic.tokens_in + traffic.tokens_out > longest:  # nobody said what is asked of so short a model

@@ -33,6 +33,7 @@ from armillary.engine.runner.linear_formats import (
 from armillary.engine.runner.native_linear import run_native, run_native_tokens
 from armillary.engine.runner.offload_costs import measured_costs
 from armillary.engine.runner.packed_cpu import run_integers
+from armillary.engine.runner.rank_layout import RankLayout
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
 from armillary.engine.scheduler.decision import StepWork
 from armillary.engine.scheduler.scheduler import Scheduler
@@ -49,7 +50,7 @@ from armillary.model.quantized.packed_linear import packed_modules
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
 from armillary.model.transformer import Transformer
 from armillary.model.weights.adapter_folder import Adapter
-from armillary.parallel.collectives import Group, all_reduce
+from armillary.parallel.collectives import all_reduce
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve
 from armillary.store.peaks import Peaks
@@ -68,7 +69,7 @@ def make_engine(
     record: Record | None = None,
     seed: int | None = None,
     phase: Phase | None = None,
-    group: Group | None = None,
+    ranks: RankLayout | None = None,
     peaks: Peaks | None = None,
     warm: bool = True,
     owns_model: bool = False,
@@ -76,7 +77,7 @@ def make_engine(
     draft: Transformer | None = None,
 ) -> tuple[Engine, KVPlan]:
     """`seed` generates the seeds of requests without one; `phase` gets the seconds of each part of the start. With a
-    `group` the model is sharded over its ranks; the first rank's engine leads, the others follow. Without `warm`, for
+    `ranks` layout the model is sharded over them; the first rank's engine leads, the others follow. Without `warm`, for
     few requests, a CUDA graph is captured when its shape first comes instead of at the start. An engine that
     `owns_model` frees weights that it keeps in another form. `eos_ids` count where there is no tokenizer. `draft` is
     the model of serve.draft."""
@@ -84,25 +85,26 @@ def make_engine(
     begin = time.monotonic()
     fit_threads()
     if serve.threads is not None and device_type == "cpu":
-        torch.set_num_threads(max(1, serve.threads // (group.size if group is not None else 1)))
+        torch.set_num_threads(max(1, serve.threads // (ranks.world.size if ranks is not None else 1)))
     refuse_packed(model, serve)
     refuse_drafts(model.config, serve)
     refuse_offload(model.config, serve)
     settings = settings_for(model.config, serve, frozenset(tokenizer.eos_ids if tokenizer else eos_ids))
     run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
-    executor = make_executor(model, settings, serve, seed, group)
+    executor = make_executor(model, settings, serve, seed, ranks)
     if device_type == "cpu":
         _fit_cpu(executor, serve, let_go=owns_model)
-        if group is not None:
-            share_row_max(executor.forward, lambda most: all_reduce(most, group, "max"))
+        if ranks is not None and ranks.tp.size > 1:
+            tp = ranks.tp
+            share_row_max(executor.forward, lambda most: all_reduce(most, tp, "max"))
     if run_fp8 is not None:
         to_fp8(executor.forward, run_fp8, let_go=owns_model)
-    draft_model = make_draft(executor, serve, draft, group, serve.block_tokens)
+    draft_model = make_draft(executor, serve, draft, ranks, serve.block_tokens)
     other_bytes = 0 if draft_model is None else draft_model.block_bytes
-    plan = kv_plan(executor, serve, settings.max_model_len, group, warm=warm, other_bytes=other_bytes)
+    plan = kv_plan(executor, serve, settings.max_model_len, ranks, warm=warm, other_bytes=other_bytes)
     plan = replace(plan, host_bytes=int(plan.host_bytes * plan.block_bytes / (plan.block_bytes + other_bytes)))
     cache = plan.make(prefix=serve.prefix_cache)
-    settings = replace(settings, max_model_len=_fitting_len(settings, serve, plan, cache), late_masks=group is None)
+    settings = replace(settings, max_model_len=_fitting_len(settings, serve, plan, cache), late_masks=ranks is None)
     host_blocks = 0 if cache.offload is None else cache.offload.num_blocks
     executor.rows.allocate(cache.pool.num_blocks, host_blocks)
     if draft_model is not None:
@@ -116,10 +118,10 @@ def make_engine(
         on_phase(f"{graphs} CUDA graphs", time.monotonic() - begin)
     if draft_model is not None and warm:
         draft_model.executor.warm()
-    speculate(scheduler, executor, serve, draft_model, group)
-    leader = executor if group is None else Leader(executor)
+    speculate(scheduler, executor, serve, draft_model, ranks)
+    leader = executor if ranks is None else Leader(executor)
     loop = Loop(scheduler, leader, overlap=serve.decides_ahead(device_type))
-    if record is not None and warm and group is None:
+    if record is not None and warm and ranks is None:
         begin = time.monotonic()
         for gauges in calibrate_steps(executor, scheduler.cache, settings, _CALIBRATION_S[device_type]):
             record(gauges)
@@ -128,7 +130,7 @@ def make_engine(
     executor.expert_counters.reset()
     texts = OutputProcessor(scheduler, (lambda: Detokenizer(tokenizer)) if tokenizer else NoText)
     roofline = step_roofline(model.config, peaks, _dtype_name(model))
-    expert_layers = tuple(number for number, kind in enumerate(model.config.layers) if kind.mlp == "moe")
+    expert_layers = tuple(int(name) for name in model.blocks if model.config.layers[int(name)].mlp == "moe")
     engine = Engine(loop, texts, record=record, roofline=roofline, expert_layers=expert_layers)
     engine.adapters = _adapter_table(executor, leader, scheduler)
     return engine, plan
@@ -181,16 +183,16 @@ def refuse_offload(config: ModelConfig, serve: Serve) -> None:
 
 
 def make_executor(
-    model: Transformer, settings: Settings, serve: Serve, seed: int | None, group: Group | None = None
+    model: Transformer, settings: Settings, serve: Serve, seed: int | None, ranks: RankLayout | None = None
 ) -> FastExecutor:
     """The executor of a recipe, its weights sharded and quantized where the recipe says so, with the fewest KV blocks:
     the memory left for them is known once everything else is allocated."""
-    plan = _plan(model, serve, None, group)
-    weight, rng = next(model.parameters()), random.Random(seed)
+    plan = _plan(model, serve, None, ranks)
+    weight, rng, tp = next(model.parameters()), random.Random(seed), 1 if ranks is None else ranks.tp.size
     if serve.weights == "int8" and weight.device.type != "cpu":
         raise BadInput("weights in int8 are for a CPU; leave serve.weights=auto, or take --device cpu")
     kv_dtype = CACHE_DTYPES.get(plan.dtype) or DTYPES[plan.dtype]
-    _check_cache(model, plan.dtype, group)
+    _check_cache(model, plan.dtype, ranks)
     executor = FastExecutor(
         model,
         plan.make(prefix=False),
@@ -198,21 +200,23 @@ def make_executor(
         max_model_len=settings.max_model_len,
         max_tokens=settings.max_tokens_per_step,
         new_seed=lambda: rng.getrandbits(61),
-        graphs=serve.graphs,
+        graphs=serve.graphs and (ranks is None or ranks.pipeline is None),
         kv_dtype=kv_dtype,
-        kv_heads=None if group is None else local_kv_heads(model.config, group.size),
-        ranks=1 if group is None else group.size,
+        kv_heads=local_kv_heads(model.config, tp),
+        ranks=tp,
         max_rows=step_rows(serve),
-        adapters=_adapter_slots(model, serve, group),
+        adapters=_adapter_slots(model, serve, ranks),
     )
-    if group is not None:
-        shard(executor, model.config, group)
+    if ranks is not None:
+        executor.forward.pipeline = ranks.pipeline
+        if tp > 1:
+            shard(executor, model.config, ranks.tp, ranks.experts)
     if plan.dtype in CACHE_DTYPES:
         _scale(executor, kv_dtype)
     return executor
 
 
-def _adapter_slots(model: Transformer, serve: Serve, group: Group | None) -> AdapterSlots | None:
+def _adapter_slots(model: Transformer, serve: Serve, ranks: RankLayout | None) -> AdapterSlots | None:
     """Memory for serve.max_adapters LoRA adapters; None where the engine takes none."""
     if not serve.max_adapters:
         return None
@@ -223,11 +227,11 @@ def _adapter_slots(model: Transformer, serve: Serve, group: Group | None) -> Ada
         rank=serve.adapter_rank,
         dtype=weight.dtype,
         device=weight.device,
-        group=group,
+        group=ranks.tp if ranks is not None and ranks.tp.size > 1 else None,
     )
 
 
-def _check_cache(model: Transformer, kv_dtype: str, group: Group | None) -> None:
+def _check_cache(model: Transformer, kv_dtype: str, ranks: RankLayout | None) -> None:
     """BadInput for a cache dtype that the device or the model does not have."""
     device = next(model.parameters()).device.type
     if kv_dtype in CACHE_DTYPES and model.config.mla is not None:
@@ -240,7 +244,7 @@ def _check_cache(model: Transformer, kv_dtype: str, group: Group | None) -> None
         return
     if device != "cpu":
         raise BadInput("a KV cache in int8 is for a CPU; take serve.kv_dtype=fp8, or leave it auto")
-    if group is not None:
+    if ranks is not None:
         raise BadInput("a KV cache in int8 is not sharded yet; set layout.tp=1, or leave serve.kv_dtype=auto")
     if any(_kv_range(block) is None for block in model.blocks.values()):
         raise BadInput(
@@ -291,7 +295,7 @@ def kv_plan(
     executor: FastExecutor,
     serve: Serve,
     max_model_len: int,
-    group: Group | None = None,
+    ranks: RankLayout | None = None,
     *,
     warm: bool = True,
     other_bytes: int = 0,
@@ -299,22 +303,22 @@ def kv_plan(
     """A cache of serve.kv_bytes, or of what serve.memory_fraction leaves (on the rank with the least), but no more than
     a full batch can use. A draft model has `other_bytes` of its own per block, which are part of both."""
     model = executor.forward.model
-    own = _plan(model, serve, None, group).block_bytes
+    own = _plan(model, serve, None, ranks).block_bytes
     share = own / (own + other_bytes)
     if serve.kv_bytes is not None:
-        return _plan(model, serve, int(serve.kv_bytes * share), group)
-    unlimited = _plan(model, serve, 1 << 62, group)
+        return _plan(model, serve, int(serve.kv_bytes * share), ranks)
+    unlimited = _plan(model, serve, 1 << 62, ranks)
     useful = (unlimited.blocks_of(max_model_len) * serve.max_running + 1) * unlimited.block_bytes
     left = kv_budget(executor, serve.memory_fraction, graphs=warm)
-    if group is not None:
-        left = int(all_reduce(torch.tensor([left], device=executor.device), group, "min"))
-    return _plan(model, serve, min(useful, int(left * share)), group)
+    if ranks is not None:
+        left = int(all_reduce(torch.tensor([left], device=executor.device), ranks.world, "min"))
+    return _plan(model, serve, min(useful, int(left * share)), ranks)
 
 
-def _plan(model: Transformer, serve: Serve, num_bytes: int | None, group: Group | None) -> KVPlan:
+def _plan(model: Transformer, serve: Serve, num_bytes: int | None, ranks: RankLayout | None) -> KVPlan:
     """A cache of so many bytes per rank; none: the smallest, the null block and one more."""
-    tp, dtype = 1 if group is None else group.size, _dtype_name(model)
-    plan = plan_kv(model.config, serve, num_bytes or 1 << 62, dtype=dtype, tp=tp)
+    tp, dtype = 1 if ranks is None else ranks.tp.size, _dtype_name(model)
+    plan = plan_kv(model.config, serve, num_bytes or 1 << 62, dtype=dtype, tp=tp, pp=serve.pp if ranks else 1)
     return plan if num_bytes is not None else replace(plan, budget_bytes=2 * plan.block_bytes)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.runner.draft_model import DraftModel
 from armillary.engine.runner.executor import FastExecutor
+from armillary.engine.runner.rank_layout import RankLayout
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.speculative.draft import Draft
@@ -17,7 +18,6 @@ from armillary.engine.speculative.step_costs import StepCosts
 from armillary.engine.telemetry.step_calibration import StepShape, decision_of
 from armillary.errors import BadInput
 from armillary.model.transformer import Transformer
-from armillary.parallel.collectives import Group
 from armillary.spec.tables.serve import Serve
 
 _MOST_ROWS = 64  # rows of a step, draft tokens included, where serve.max_running is less
@@ -35,12 +35,12 @@ def step_rows(serve: Serve) -> int | None:
 
 
 def make_draft(
-    executor: FastExecutor, serve: Serve, draft: nn.Module | None, group: Group | None, block_tokens: int
+    executor: FastExecutor, serve: Serve, draft: nn.Module | None, ranks: RankLayout | None, block_tokens: int
 ) -> DraftModel | None:
     """The draft model on the executor's rows; None where drafts are found by prompt lookup, or not at all."""
     if serve.speculate != "draft":
         return None
-    if group is not None:
+    if ranks is not None:
         raise BadInput("a draft model does not run on several devices yet; take serve.speculate=ngram, or --tp 1")
     if not isinstance(draft, Transformer):
         raise BadInput("serve.speculate=draft needs a model that drafts; name it with serve.draft")
@@ -50,7 +50,7 @@ def make_draft(
 
 
 def speculate(
-    scheduler: Scheduler, executor: FastExecutor, serve: Serve, draft: DraftModel | None, group: Group | None
+    scheduler: Scheduler, executor: FastExecutor, serve: Serve, draft: DraftModel | None, ranks: RankLayout | None
 ) -> None:
     """Let the scheduler draft tokens."""
     max_rows = step_rows(serve)
@@ -58,7 +58,7 @@ def speculate(
         return
     settings, cache = scheduler.settings, scheduler.cache
     sizes = [rows for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256) if rows <= max_rows and rows < settings.max_model_len]
-    if group is None:
+    if ranks is None:
         verify = StepCosts(_timed(sizes, lambda rows: executor.tokens(executor.launch(_verify(rows, cache)))))
     else:
         verify = StepCosts(_UNMEASURED, is_relative=True)

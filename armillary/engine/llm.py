@@ -23,8 +23,9 @@ from armillary.engine.output.output_text import OutputDelta
 from armillary.engine.output.structured import Structures
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.runner.rank_layout import RankLayout, rank_layout
 from armillary.engine.runner.sharded_weights import load_shard
-from armillary.engine.runner.tensor_parallel import Leader, check_shardable, follow, world_group
+from armillary.engine.runner.tensor_parallel import Leader, follow
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.errors import BadInput
 from armillary.kernels.core.dtype import parse_dtype
@@ -33,12 +34,13 @@ from armillary.model.generation_config import sampling_defaults
 from armillary.model.text.tokenizer import Tokenizer, eos_ids_of
 from armillary.model.transformer import Transformer
 from armillary.model.weights.hf_weights import load_model
-from armillary.parallel.collectives import Group, all_reduce
+from armillary.parallel.collectives import all_reduce
 from armillary.parallel.mesh import machines_of
 from armillary.parallel.world import World
 from armillary.profiling.ceilings.ceilings import name_of
 from armillary.profiling.dtypes.choice import resolve_serving, serving_shape
 from armillary.profiling.dtypes.rates import DTYPES, device_rates
+from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve
 from armillary.store.adapter_folders import adapter_folders
 from armillary.store.hf_folder import stored_dtype
@@ -50,16 +52,25 @@ Prompt = str | Items[int]
 
 
 def dtype_to_load(
-    source: ModelSource, serve: Serve, home: Home, device: torch.device, group: Group | None = None
+    source: ModelSource, serve: Serve, home: Home, device: torch.device, ranks: RankLayout | None = None
 ) -> str:
     """serve.dtype with auto resolved for the device; ranks that differ all take the narrowest."""
     if serve.dtype != "auto":
         return serve.dtype
     rates = device_rates(home, str(device), serving_shape(source.config, serve))
     index = DTYPES.index(resolve_serving(serve, rates, stored=stored_dtype(source.folder)).dtype)
-    if group is not None:
-        index = int(all_reduce(torch.tensor(index, device=device), group, "max"))
+    if ranks is not None:
+        index = int(all_reduce(torch.tensor(index, device=device), ranks.world, "max"))
     return DTYPES[index]
+
+
+def _ranks(world: World | None, config: ModelConfig, serve: Serve) -> RankLayout | None:
+    """The place of this process among several; None where it is alone."""
+    if world is not None and world.size > 1:
+        return rank_layout(world, config, pp=serve.pp, ep=serve.ep)
+    if serve.pp > 1 or serve.ep > 1:
+        raise BadInput(f"serve.pp={serve.pp} and serve.ep={serve.ep} need several ranks; start them, or leave both 1")
+    return None
 
 
 def _load_draft(serve: Serve, home: Home, dtype: str, device: torch.device) -> Transformer | None:
@@ -91,21 +102,19 @@ class LLM:
         source = resolve_model(str(model), home or Home.default(), need_weights=True)
         assert source.folder is not None
         begin = time.monotonic()
-        group = None if world is None or world.size == 1 else world_group(world)
-        if group is not None:
-            check_shardable(source.config, group.size)
         serve = serve or Serve()
+        ranks = _ranks(world, source.config, serve)
         where = world.device if world else pick_device(device)
-        dtype = dtype or dtype_to_load(source, serve, home or Home.default(), where, group)
+        dtype = dtype or dtype_to_load(source, serve, home or Home.default(), where, ranks)
         loaded = (
             load_model(source.folder, dtype=dtype, device=where, packed=True)
-            if world is None or group is None
+            if world is None or ranks is None
             else load_shard(
                 source.folder,
                 source.config,
                 dtype=parse_dtype(dtype),
                 device=where,
-                group=group,
+                ranks=ranks,
                 machines=machines_of(world),
             )
         )
@@ -119,7 +128,7 @@ class LLM:
             serve,
             record=record,
             phase=phase,
-            group=group,
+            ranks=ranks,
             owns_model=True,
             draft=_load_draft(serve, home or Home.default(), dtype, where),
             eos_ids=() if has_text else eos_ids_of(source.folder),

@@ -12,7 +12,7 @@ from math import ceil
 
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.kv_offload import KVOffload
-from armillary.engine.cache.layer_groups import Group, layer_groups
+from armillary.engine.cache.layer_groups import Group, layer_groups, stage_layers
 from armillary.errors import BadInput
 from armillary.spec.arithmetic.ops import size_of
 from armillary.spec.arithmetic.params import state_bytes
@@ -30,6 +30,7 @@ class KVPlan:
     dtype: str
     model_dtype: str
     tp: int
+    pp: int = 1
     block_tokens: int
     step_tokens: int
     """most tokens of a step: windowed layers hold them beside their window"""
@@ -43,8 +44,9 @@ class KVPlan:
 
     @property
     def layers_per_group(self) -> int:
-        """Layers that a block has space for."""
-        return max(len(group.layers) for group in self.groups)
+        """Layers that a block has space for: on every rank those of the stage that has most."""
+        stages = stage_layers(self.config.num_layers, self.pp)
+        return max(sum(layer in stage for layer in group.layers) for group in self.groups for stage in stages)
 
     @property
     def numbers(self) -> int:
@@ -79,7 +81,8 @@ class KVPlan:
     @property
     def padding_fraction(self) -> float:
         """Share of the blocks' bytes that no layer uses."""
-        return 1 - sum(len(group.layers) for group in self.groups) / (self.layers_per_group * len(self.groups))
+        stored = self.layers_per_group * len(self.groups) * self.pp
+        return 1 - sum(len(group.layers) for group in self.groups) / stored
 
     @property
     def state_bytes(self) -> int:
@@ -125,7 +128,9 @@ class KVPlan:
         return cache
 
 
-def plan_kv(config: ModelConfig, serve: Serve, budget_bytes: int | str, *, dtype: str = "bf16", tp: int = 1) -> KVPlan:
+def plan_kv(
+    config: ModelConfig, serve: Serve, budget_bytes: int | str, *, dtype: str = "bf16", tp: int = 1, pp: int = 1
+) -> KVPlan:
     """A cache of `budget_bytes` per device; BadInput where not one output token would fit."""
     kv_dtype = dtype if serve.kv_dtype == "auto" else serve.kv_dtype
     plan = KVPlan(
@@ -134,6 +139,7 @@ def plan_kv(config: ModelConfig, serve: Serve, budget_bytes: int | str, *, dtype
         dtype=kv_dtype,
         model_dtype=dtype,
         tp=tp,
+        pp=pp,
         block_tokens=serve.block_tokens,
         step_tokens=serve.max_tokens_per_step,
         groups=layer_groups(config),

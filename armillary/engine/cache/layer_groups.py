@@ -8,6 +8,7 @@ layers (the last of a kind may be padded), so a block has the same size in every
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from armillary.errors import BadModel
@@ -64,6 +65,12 @@ def layer_groups(config: ModelConfig) -> tuple[Group, ...]:
         for (sees, reach), layers in ordered
         for start in range(0, len(layers), size)
     )
+
+
+def stage_layers(num_layers: int, stages: int) -> list[range]:
+    """The layers of each pipeline stage, evenly; the first stages, which do not have the head, get the fewer."""
+    ends = [stage * num_layers // stages for stage in range(stages + 1)]
+    return [range(begin, end) for begin, end in pairwise(ends)]
 
 
 def state_places(config: ModelConfig) -> dict[int, tuple[int, int]]:

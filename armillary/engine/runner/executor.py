@@ -20,8 +20,9 @@ from armillary.engine.runner.cuda_graphs import GraphSteps, Steps, first_line, i
 from armillary.engine.runner.device_state import DeviceRows, block_shape
 from armillary.engine.runner.engine_kernels import EngineKernels, pick_kernels
 from armillary.engine.runner.expert_counters import ExpertCounters
-from armillary.engine.runner.forward import Forward, gathered, inputs_of
+from armillary.engine.runner.forward import Forward, Inputs, gathered, inputs_of, layer_places
 from armillary.engine.runner.pooled_prompts import pool, store_pooled
+from armillary.engine.runner.rank_layout import Pipeline
 from armillary.engine.runner.recurrent_states import make_states
 from armillary.engine.runner.sampler import DeviceSampler, Masks
 from armillary.engine.runner.step_input import Ints, Shape, Step
@@ -109,7 +110,8 @@ class FastExecutor:
         if self.device.type == "cuda":
             for linear in packed:
                 linear.use_kernels(weight.dtype)
-        pages, slots = -(-max_model_len // cache.block_tokens), max(len(group.layers) for group in cache.groups)
+        pages = -(-max_model_len // cache.block_tokens)
+        slots = 1 + max((slot for _, slot in layer_places(cache.groups, model).values()), default=0)
         blocks = (slots, cache.pool.num_blocks, *block_shape(config, cache.block_tokens, kv_heads))
         self.rows = rows or DeviceRows(
             max_running=max_running,
@@ -214,6 +216,8 @@ class FastExecutor:
             launched.prompts = self._prompt_logprobs(step, hidden_TH)
             logits_BV = self.forward.logits(gathered(inputs, hidden_TH)) if step.draws else None
             launched.pooled = pool(self.forward, step, hidden_TH, logits_BV) if step.pooled else None
+            if self.forward.pipeline is not None and launched.pooled is not None:
+                launched.pooled = self.forward.pipeline.from_last(launched.pooled)
         else:
             quick = step.draws and not step.extras
             result = self.steps.run(step.shape, quick, step.ints)
@@ -228,8 +232,19 @@ class FastExecutor:
     def _compute(self, shape: Shape, quick: bool, packed: Tensor) -> Tensor:
         """Tokens [B] where the fast sampler suffices, else logits [B, V]."""
         inputs = self.forward.inputs(shape, packed)
-        logits_BV = self.forward.logits(self.forward.last(inputs))
-        return self.sampler.quick(logits_BV, inputs) if quick else logits_BV
+        hidden_BH = self.forward.last(inputs)
+        if not quick:
+            return self.forward.logits(hidden_BH)
+        if self.forward.pipeline is not None:
+            return self._sampled_by_last(hidden_BH, inputs, self.forward.pipeline)
+        return self.sampler.quick(self.forward.logits(hidden_BH), inputs)
+
+    def _sampled_by_last(self, hidden_BH: Tensor, inputs: Inputs, pipeline: Pipeline) -> Tensor:
+        """Only the last stage samples; every stage keeps the tokens."""
+        if self.forward.has_head:
+            return pipeline.from_last(self.sampler.quick(self.forward.own_logits(hidden_BH), inputs))
+        tokens_B = torch.empty(len(hidden_BH), dtype=torch.int64, device=self.device)
+        return self.sampler.store(pipeline.from_last(tokens_B), inputs)
 
     def _drawn(self, launched: Launched, masks: Masks) -> Launched:
         """Sample a step with rows that need the full sampler."""

@@ -20,6 +20,7 @@ from armillary.engine.runner.latent_layer import attend_latents
 from armillary.engine.runner.layer import Layer, full_qk_norm, make_layer, without_gates
 from armillary.engine.runner.linear_fn import Dense, LinearFn
 from armillary.engine.runner.mixture_layer import run_mixture, run_small_mixture
+from armillary.engine.runner.rank_layout import Pipeline
 from armillary.engine.runner.rotary_tables import angle_tables, query_factors
 from armillary.engine.runner.step_input import Shape
 from armillary.kernels.delta.delta_rows import RowBatch
@@ -93,9 +94,8 @@ class Forward:
         *,
         max_model_len: int,
     ) -> None:
-        place = {layer: (g, slot) for g, group in enumerate(groups) for slot, layer in enumerate(group.layers)}
-        place |= state_places(model.config)
-        assert sorted(place) == list(range(model.config.num_layers)), "the cache was planned for another model"
+        place = layer_places(groups, model) | state_places(model.config)
+        assert {int(name) for name in model.blocks} <= set(place), "the cache was planned for another model"
         self.model, self.rows, self.kernels = model, rows, kernels
         self.layers = [make_layer(block, *place[int(name)], int(name)) for name, block in model.blocks.items()]  # type: ignore[arg-type]
         for layer in self.layers:
@@ -113,6 +113,7 @@ class Forward:
         self._expert_counts = self.expert_counts_LE.unbind()
         self.adapters: AdapterSlots | None = None  # LoRA adapters, where the engine takes some
         self.reduce: Reduce = no_reduce  # all-reduce of partial GEMM results
+        self.pipeline: Pipeline | None = None  # the other stages, where this model is one of several
         self.into_cache = full_qk_norm(kernels.qkv_cache, model.config) if kernels.norms_apart else kernels.qkv_cache
         self.head: LinearFn = model.head
         self.most_fused = _most_fused(self.layers, kernels)
@@ -132,7 +133,7 @@ class Forward:
     def hidden(self, inputs: Inputs, wanted: Tensor | None = None) -> Tensor:
         """[T, H], before the last norm; only of the `wanted` tokens where given."""
         shape, (tokens_T, tables_GBP, cos_sin) = inputs.shape, self._gathered(inputs)
-        x = self.model.embed(tokens_T, inputs.long("positions_T"))
+        x = self._into_stage(tokens_T, inputs.long("positions_T"))
         batches = [self._batch(inputs, tables_BP, len(x)) for tables_BP in tables_GBP]
         slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
         row_batch = None if self.rows.states is None else _row_batch(inputs)
@@ -143,7 +144,7 @@ class Forward:
         q_scale_T = None if self.q_factors is None else self.q_factors[inputs.long("positions_T")]
         counts = iter(self._expert_counts)
         for layer in self.layers:
-            selected = wanted if layer is self.layers[-1] else None
+            selected = wanted if layer is self.layers[-1] and self.has_head else None
             cos, sin = cos_sin[layer.sliding] if layer.rotates else (None, None)
             factor = q_scale_T if layer.scales_queries else None
             load = None if layer.mixture is None else ExpertLoad(next(counts), _num_live(inputs, selected))
@@ -154,7 +155,22 @@ class Forward:
                 x = self._small(layer, x, context, selected)
             else:
                 x, added = self._layer(layer, x, added, context, selected)
-        return x if added is None else x + added
+        x = x if added is None else x + added
+        if self.pipeline is not None and not self.pipeline.is_last:
+            self.pipeline.send(x)
+            return x if wanted is None else x.index_select(0, wanted)
+        return x
+
+    @property
+    def has_head(self) -> bool:
+        """Whether this stage is the last."""
+        return self.pipeline is None or self.pipeline.is_last
+
+    def _into_stage(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        if self.pipeline is None or self.pipeline.is_first:
+            return self.model.embed(tokens_T, positions_T)
+        weight = next(self.model.parameters())
+        return self.pipeline.receive((len(tokens_T), self.model.config.hidden), weight.dtype, weight.device)
 
     def _batch(self, inputs: Inputs, tables_BP: Tensor, num_tokens: int) -> PagedBatch | LatentBatch:
         """The sequences of a step, as attention takes them."""
@@ -184,7 +200,15 @@ class Forward:
         return tokens_T, rows.tables_GRP[:, inputs.long("rows_B")], self._cos_sin_of(inputs.long("angles_T"))
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
-        """[B, V]"""
+        """[B, V], on all stages those of the last."""
+        if self.pipeline is None:
+            return self.own_logits(hidden_BH)
+        if self.has_head:
+            return self.pipeline.from_last(self.own_logits(hidden_BH))
+        return self.pipeline.from_last(hidden_BH.new_empty((len(hidden_BH), self.model.config.vocab)))
+
+    def own_logits(self, hidden_BH: Tensor) -> Tensor:
+        """[B, V], on the last stage."""
         norm, small = self.model.norm, self.kernels.small
         if self.one_head is not None and small is not None and len(hidden_BH) == 1 and self.head == self.model.head:
             assert norm is not None
@@ -322,6 +346,12 @@ class Forward:
             x = x if added is None else x + added
             return self._after(norm, x), x
         return self.kernels.add_norm(added, x, norm.weight, norm.bias, norm.eps, norm.kind, norm.plus_one)  # type: ignore[no-any-return]
+
+
+def layer_places(groups: Sequence[Group], model: Transformer) -> dict[int, tuple[int, int]]:
+    """Layer of this model, or of this stage of it -> (group, index among the group's layers here)."""
+    own = [[layer for layer in group.layers if str(layer) in model.blocks] for group in groups]
+    return {layer: (g, slot) for g, layers in enumerate(own) for slot, layer in enumerate(layers)}
 
 
 def _row_batch(inputs: Inputs) -> RowBatch:

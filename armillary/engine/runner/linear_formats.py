@@ -70,6 +70,8 @@ def replace_linears(forward: Forward, make: Make, *, let_go: bool) -> None:
 def replace_head(forward: Forward, make: Make, *, let_go: bool) -> None:
     """The same for the head, unless it is sharded over ranks or packed."""
     model = forward.model
+    if not forward.has_head:
+        return
     if forward.reduce is no_reduce and not isinstance(model.output or model.embedding, PackedLinear | PackedEmbedding):
         forward.head = _head(forward.model, make)
         if let_go and forward.model.output is not None:

@@ -51,7 +51,7 @@ class DeviceSampler:
         else:
             rows_B = inputs.long("rows_B")
             draws = _draws(self.rows.floats_FR[:, rows_B], self.rows.ints_IR[:, rows_B], steps_B)
-        return self._store(self.kernels.sample(logits_BV, draws), inputs)
+        return self.store(self.kernels.sample(logits_BV, draws), inputs)
 
     def full(self, logits_BV: Tensor, inputs: Inputs, step: Step, masks: Masks) -> tuple[Tensor, Tensor | None]:
         """Tokens [B], each row by its own path, and `logprobs` of the rows that want them: those of the model, before
@@ -71,7 +71,7 @@ class DeviceSampler:
         if wanted:
             at_S = self.rows.send(np.array([extra.at for extra in wanted]))
             logprobs = self.logprobs(logits_BV[at_S], tokens_B[at_S], max(extra.num_top or 0 for extra in wanted))
-        return self._store(tokens_B, inputs), logprobs
+        return self.store(tokens_B, inputs), logprobs
 
     def _subset(self, places: Any, inputs: Inputs) -> _Subset:
         at_S = self.rows.send(places)
@@ -143,7 +143,7 @@ class DeviceSampler:
         chosen_S, top_SN, ids_SN = self.kernels.logprobs(logits_SV, tokens_S, max(1, num_top))
         return torch.cat([part.double() for part in (chosen_S[:, None], top_SN, ids_SN)], dim=1)
 
-    def _store(self, tokens_B: Tensor, inputs: Inputs) -> Tensor:
+    def store(self, tokens_B: Tensor, inputs: Inputs) -> Tensor:
         """Write tokens into their rows; unsampled ones go to the null row."""
         if self.kernels.put is not None:
             rows_at, positions_at = (inputs.shape.parts()[name][0] for name in ("writes_B", "lengths_B"))

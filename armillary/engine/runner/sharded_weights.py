@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from armillary.engine.runner.rank_layout import Experts, RankLayout
+from armillary.errors import BadLayout
 from armillary.model.device import refuse_too_big
 from armillary.model.quantized.packed_linear import PackedLinear
 from armillary.model.quantized.packed_rows import FusedRows
@@ -33,11 +35,15 @@ _SHARDED = {
     "mlp.down.weight": 1,
     "mlp.shared.up.weight": 0,
     "mlp.shared.down.weight": 1,
+}
+"""the dim that is sharded, by the end of a weight's name; others are replicated, but for QKV, experts and the head"""
+_OF_EXPERTS = {
     "experts.up_E2FH": 1,
     "experts.down_EHF": 2,
     "experts.up_bias_E2F": 1,
+    "experts.down_bias_EH": None,
 }
-"""the dim that is sharded, by the end of a weight's name; others are replicated, but for QKV and the head"""
+"""the dim that is sharded over the ranks of an expert; the first is that of the experts"""
 
 
 def load_shard(
@@ -46,43 +52,64 @@ def load_shard(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    group: Group,
+    ranks: RankLayout,
     machines: Sequence[str],
     progress: Progress | None = None,
 ) -> Transformer:
-    """A model whose weights are this rank's shards, for `tensor_parallel.shard`; all ranks call this together.
-    Quantized weights stay packed: each rank reads all of them, one at a time, and keeps its part."""
+    """A model, or the stage of it, whose weights are this rank's shards, for `tensor_parallel.shard`; all ranks call
+    this together. Quantized weights stay packed: each rank reads all of them, one at a time, and keeps its part."""
     if is_quantized(Path(folder)):
-        shard = RankShard(config, group)
+        shard = RankShard(config, ranks)
         return load_model(folder, dtype=dtype, device=device, packed=True, shard=shard, progress=progress)
     with torch.device("meta"):
-        full, model = Transformer(config).to(dtype), Transformer(config).to(dtype)
+        full, model = stage_of(config, ranks).to(dtype), stage_of(config, ranks).to(dtype)
+    copies_head = config.tied and model.embedding is None and model.output is not None
     needs = {}
     for name, tensor in full_names(full).items():
-        shape, needs[name] = local_part(name, tensor.shape, config, group)
+        own = "output.weight" if copies_head and name == "embedding.weight" else name
+        shape, needs[name] = local_part(own, tensor.shape, config, ranks.tp, ranks.experts)
         if isinstance(tensor, nn.Parameter):
-            module, _, last = name.rpartition(".")
+            module, _, last = own.rpartition(".")
             empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
             setattr(model.get_submodule(module), last, nn.Parameter(empty, requires_grad=False))
     refuse_too_big(config.name, sum(tensor.nbytes for tensor in full_names(model).values()), device)
     materialise(model, device)
     targets = {name: tensor.detach() for name, tensor in full_names(model).items()}
-    ranks = Consensus(rank=group.rank, size=group.size)
-    load_folder(full, folder, targets, needs, ranks=ranks, machines=machines, progress=progress)
+    everyone = Consensus(rank=ranks.world.rank, size=ranks.world.size)
+    load_folder(full, folder, targets, needs, ranks=everyone, machines=machines, progress=progress)
     return model
+
+
+def stage_of(config: ModelConfig, ranks: RankLayout) -> Transformer:
+    """The layers of this rank, with embedding and head where they belong to its stage."""
+    pipeline = ranks.pipeline
+    if pipeline is None:
+        return Transformer(config)
+    return Transformer(config, layers=ranks.layers(config), first=pipeline.is_first, last=pipeline.is_last)
 
 
 class RankShard:
     """A rank's part of every weight, plain or packed."""
 
-    def __init__(self, config: ModelConfig, group: Group) -> None:
-        self._config, self._group = config, group
+    def __init__(self, config: ModelConfig, ranks: RankLayout) -> None:
+        self._config, self._ranks, self._group = config, ranks, ranks.tp
+        if ranks.pipeline is not None and config.tied:
+            raise BadLayout(
+                f"{config.name} is quantized and shares one matrix between embedding and head, which stages do not; "
+                "use --set serve.pp=1"
+            )
+
+    def model(self, config: ModelConfig) -> Transformer:
+        return stage_of(config, self._ranks)
+
+    def experts(self, num_experts: int) -> range:
+        return self._ranks.experts.own(num_experts)
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
-        return local_part(name, shape, self._config, self._group)[0]
+        return local_part(name, shape, self._config, self._group, self._ranks.experts)[0]
 
     def tensor(self, name: str, full: Tensor) -> Tensor:
-        shape, need = local_part(name, full.shape, self._config, self._group)
+        shape, need = local_part(name, full.shape, self._config, self._group, self._ranks.experts)
         matrix = full.reshape(matrix_shape(full.shape))
         return matrix[_numbers(need.rows)][:, slice(*need.columns)].reshape(shape)
 
@@ -92,8 +119,8 @@ class RankShard:
             return full
         size = sum(part.num_rows for part in full.parts), full.parts[0].columns
         if name.endswith(_EXPERTS):
-            dim = _SHARDED[name.rpartition("mlp.")[2]] - 1
-            offsets, sizes = shard_box(size, [(dim, self._group.size, self._group.rank)])
+            dim, tp = (_OF_EXPERTS[name.rpartition("mlp.")[2]] or 1) - 1, self._ranks.experts.tp
+            offsets, sizes = shard_box(size, [(dim, tp, self._group.rank % tp)])
             need = box_need(size, offsets, sizes)
         else:
             _, need = local_part(name, size, self._config, self._group)
@@ -114,12 +141,20 @@ def is_quantized(folder: Path) -> bool:
 
 def is_sharded(model: Transformer) -> bool:
     """Whether `load_shard` made it; packed weights are divided only there."""
-    out = model.blocks["0"].attention.out
+    out = next(iter(model.blocks.values())).attention.out  # type: ignore[union-attr]
     return isinstance(out, PackedLinear) or bool(out.weight.shape[1] != out.in_features)
 
 
-def local_part(name: str, shape: Sequence[int], config: ModelConfig, group: Group) -> tuple[tuple[int, ...], Need]:
+def local_part(
+    name: str, shape: Sequence[int], config: ModelConfig, group: Group, experts: Experts | None = None
+) -> tuple[tuple[int, ...], Need]:
     """(shape, what it holds) of a rank's part of a weight."""
+    of_experts = next((end for end in _OF_EXPERTS if name.endswith(end)), None)
+    if of_experts is not None:
+        experts, dim = experts or Experts(tp=group.size), _OF_EXPERTS[of_experts]
+        within = [] if dim is None else [(dim, experts.tp, group.rank % experts.tp)]
+        offsets, sizes = shard_box(shape, [(0, experts.parts, experts.part), *within])
+        return sizes, box_need(shape, offsets, sizes)
     if ".attention.qkv." in name and config.layers[int(name.split(".")[1])].attention == "gated_delta":
         offsets, sizes = shard_box(shape, [(0, group.size, group.rank)])
         return sizes, box_need(shape, offsets, sizes)

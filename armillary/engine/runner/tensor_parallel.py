@@ -13,37 +13,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.executor import FastExecutor, Launched
 from armillary.engine.runner.expert_counters import ExpertCounters
 from armillary.engine.runner.latent_layer import LatentLayer
 from armillary.engine.runner.layer import Layer, free_weights, full_qk_norm, linears_of
 from armillary.engine.runner.linear_fn import Dense, LinearFn
+from armillary.engine.runner.rank_layout import Experts
 from armillary.engine.runner.sharded_weights import is_sharded, qkv_rows
 from armillary.engine.runner.step_bytes import RankMessage
 from armillary.engine.runner.step_channel import RankGone, StepReceiver, StepSender
 from armillary.engine.scheduler.decision import Decision
-from armillary.errors import BadLayout
 from armillary.kernels.delta.delta_rows import DeltaWeights
-from armillary.model.moe.experts import Experts, MixtureOfExperts
+from armillary.model.moe.experts import Dispatch, MixtureOfExperts, Overlapped, plain_dispatch
+from armillary.model.moe.experts import Experts as AllExperts
 from armillary.model.moe.packed_experts import PackedExperts
+from armillary.model.moe.sorted_dispatch import SortedDispatch
 from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
 from armillary.model.weights.adapter_folder import Adapter, read_adapter
 from armillary.parallel.collectives import Group, all_gather, all_reduce
 from armillary.parallel.loading.read_plan import Span
-from armillary.parallel.world import World
-from armillary.spec.layout import Layout
-from armillary.spec.layout_rules.case import Case
-from armillary.spec.layout_rules.division import tp_holds, tp_says
 from armillary.spec.model import ModelConfig
 
 # N query heads, K KV heads, D head dim, H hidden
-
-
-def world_group(world: World) -> Group:
-    """All ranks as the tensor-parallel group."""
-    ranks = dist.group.WORLD
-    assert ranks is not None, "several ranks have a process group"
-    return Group(name=ranks.group_name, size=world.size, rank=world.rank)
 
 
 def local_kv_heads(config: ModelConfig, size: int) -> int:
@@ -51,24 +43,18 @@ def local_kv_heads(config: ModelConfig, size: int) -> int:
     return max(1, config.kv_heads // size)
 
 
-def check_shardable(config: ModelConfig, size: int) -> None:
-    """Refuse a model that cannot be sharded evenly, before its weights are loaded."""
-    layout, case = Layout(tp=size), Case(model=config, for_training=False)
-    if not tp_holds(layout, case):
-        raise BadLayout(tp_says(layout, case, "--tp "))
-    if config.qk_norm == "all" and config.norm != "rms":
-        raise BadLayout(f"{config.name} norms all heads together by their mean, which is not sharded here; use --tp 1")
-
-
-def shard(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
+def shard(executor: FastExecutor, config: ModelConfig, group: Group, experts: Experts | None = None) -> None:
     """Leave this rank its shard of every GEMM: the weights are cut, or were loaded as shards (`load_shard`)."""
-    check_shardable(config, group.size)
-    loaded = is_sharded(executor.forward.model)
-    for layer in executor.forward.layers:
+    experts = experts or Experts(tp=group.size)
+    forward, loaded = executor.forward, is_sharded(executor.forward.model)
+    for layer in forward.layers:
         if not loaded:
-            _shard_weights(layer, config, group)
-        _shard_rest(layer, config, group)
-    forward = executor.forward
+            _shard_weights(layer, config, group, experts)
+        _shard_rest(layer, config, group, experts)
+        if layer.mixture is not None and experts.parts > 1:
+            _own_experts(layer.mixture, experts, forward.kernels)
+    if experts.parts > 1:  # these choose experts themselves, and have them all
+        forward.kernels = replace(forward.kernels, moe=None, grouped_moe=None)
     forward.query_group = config.heads // group.size // local_kv_heads(config, group.size)
     forward.reduce = lambda x: all_reduce(x, group)
     if config.qk_norm == "all":
@@ -81,12 +67,13 @@ def shard(executor: FastExecutor, config: ModelConfig, group: Group) -> None:
         )
     if forward.kernels.small is not None:
         forward.kernels = replace(forward.kernels, small=None)  # every rank would add its residual
-    forward.head = _shard_head(forward.head, forward.model.config.vocab, group, loaded=loaded)
+    if forward.has_head:
+        forward.head = _shard_head(forward.head, forward.model.config.vocab, group, loaded=loaded)
     for block in forward.model.blocks.values():
         free_weights(*linears_of(block))
 
 
-def _shard_weights(layer: Layer, config: ModelConfig, group: Group) -> None:
+def _shard_weights(layer: Layer, config: ModelConfig, group: Group, experts: Experts) -> None:
     size, rank = group.size, group.rank
     local = config.heads // size * (config.head_dim if config.mla is None else config.mla.v_dim)
     if layer.delta is not None:
@@ -104,10 +91,10 @@ def _shard_weights(layer: Layer, config: ModelConfig, group: Group) -> None:
         layer.down = _columns(down, slice(rank * inner, (rank + 1) * inner))
     else:
         assert isinstance(layer.mixture, MixtureOfExperts)
-        _shard_mixture(layer.mixture, group)
+        _shard_mixture(layer.mixture, group, experts)
 
 
-def _shard_rest(layer: Layer, config: ModelConfig, group: Group) -> None:
+def _shard_rest(layer: Layer, config: ModelConfig, group: Group, experts: Experts) -> None:
     """What belongs to heads; and biases of sums over ranks, which the first rank adds."""
     local = config.heads // group.size
     local_heads = slice(group.rank * local, (group.rank + 1) * local)
@@ -123,11 +110,11 @@ def _shard_rest(layer: Layer, config: ModelConfig, group: Group) -> None:
         if summed is not None:
             assert isinstance(summed, Dense | PackedLinear)
             summed.bias = None
-    if layer.mixture is not None:
+    if layer.mixture is not None and group.rank % experts.tp:
         _drop_bias(layer.mixture.experts)
 
 
-def _drop_bias(experts: Experts | PackedExperts) -> None:
+def _drop_bias(experts: AllExperts | PackedExperts) -> None:
     if isinstance(experts, PackedExperts):
         for linear in experts.down:
             linear.bias = None
@@ -171,18 +158,47 @@ def _shard_latent(layer: Layer, latent: LatentLayer, group: Group) -> None:
     layer.qkv, latent.query_size = Dense(torch.cat((queries[rows], kv)), bias), local * dim
 
 
-def _shard_mixture(mixture: MixtureOfExperts, group: Group) -> None:
-    """Every rank has a shard of every expert; the router is replicated."""
+def _shard_mixture(mixture: MixtureOfExperts, group: Group, part: Experts) -> None:
+    """Every rank has a shard of its experts; the router is replicated."""
     experts, shared = mixture.experts, mixture.shared
+    own = part.own(mixture.moe.num_experts)
 
-    def local_shard(weight: Tensor, dim: int) -> torch.nn.Parameter:
-        return torch.nn.Parameter(weight.detach().chunk(group.size, dim)[group.rank].contiguous(), requires_grad=False)
+    def local_shard(weight: Tensor, dim: int, size: int = group.size) -> torch.nn.Parameter:
+        part = weight.detach().chunk(size, dim)[group.rank % size]
+        return torch.nn.Parameter(part.contiguous(), requires_grad=False)
 
-    experts.up_E2FH, experts.down_EHF = local_shard(experts.up_E2FH, 1), local_shard(experts.down_EHF, 2)
-    if experts.up_bias_E2F is not None:
-        experts.up_bias_E2F = local_shard(experts.up_bias_E2F, 1)
+    def of_experts(weight: Tensor, dim: int) -> torch.nn.Parameter:
+        return local_shard(weight[own.start : own.stop], dim, part.tp)
+
+    experts.up_E2FH, experts.down_EHF = of_experts(experts.up_E2FH, 1), of_experts(experts.down_EHF, 2)
+    if experts.up_bias_E2F is not None and experts.down_bias_EH is not None:
+        experts.up_bias_E2F = of_experts(experts.up_bias_E2F, 1)
+        down_bias = experts.down_bias_EH.detach()[own.start : own.stop].clone()
+        experts.down_bias_EH = torch.nn.Parameter(down_bias, requires_grad=False)
     if shared is not None:
         shared.up.weight, shared.down.weight = local_shard(shared.up.weight, 0), local_shard(shared.down.weight, 1)
+
+
+class OwnExperts:
+    """`MixtureOfExperts.dispatch` of a rank that has some of the experts: choices of others are dropped."""
+
+    def __init__(self, dispatch: Dispatch, own: range) -> None:
+        self.dispatch, self.own = dispatch, own
+
+    def __call__(
+        self, experts: AllExperts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, overlapped: Overlapped
+    ) -> tuple[Tensor, Tensor | None]:
+        local_Mk, count = experts_Mk - self.own.start, len(self.own)
+        local_Mk = local_Mk.where((local_Mk >= 0) & (local_Mk < count), count)
+        return self.dispatch(experts, x_MH, weights_Mk, local_Mk, overlapped)
+
+
+def _own_experts(mixture: MixtureOfExperts, part: Experts, kernels: EngineKernels) -> None:
+    own = part.own(mixture.moe.num_experts)
+    mixture.experts.moe = replace(mixture.moe, num_experts=len(own))
+    grouped = None if isinstance(mixture.experts, PackedExperts) else kernels.grouped
+    dispatch = plain_dispatch if grouped is None else SortedDispatch(grouped, drops=True)
+    mixture.dispatch = OwnExperts(dispatch, own)
 
 
 def _shard_head(head: LinearFn, vocab: int, group: Group, *, loaded: bool) -> LinearFn:

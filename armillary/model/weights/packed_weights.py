@@ -47,6 +47,8 @@ Keep = Literal[True, False, "dense"]
 class Shard(Protocol):
     """A rank's part of every weight, by its name."""
 
+    def model(self, config: ModelConfig) -> Transformer: ...
+    def experts(self, num_experts: int) -> range: ...
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]: ...
     def tensor(self, name: str, full: Tensor) -> Tensor: ...
     def rows(self, name: str, full: FusedRows) -> FusedRows: ...
@@ -54,6 +56,12 @@ class Shard(Protocol):
 
 class _Whole:
     """All of them."""
+
+    def model(self, config: ModelConfig) -> Transformer:
+        return Transformer(config)
+
+    def experts(self, num_experts: int) -> range:
+        return range(num_experts)
 
     def shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(shape)
@@ -95,6 +103,7 @@ class PackedFolder:
         with torch.device("meta"):
             self.shapes = {name: tensor.shape for name, tensor in _tensors(part or Transformer(config)).items()}
         self.rules = part_rules or rules(config)
+        self._others: set[str] = set()
 
     def is_stack(self, rule: Rule) -> bool:
         """Whether it is the packed experts of a layer, all in one tensor."""
@@ -148,10 +157,18 @@ class PackedFolder:
                 f"{list(self.shapes[rule.name])}; {_NOT_ONE_MODEL}"
             )
 
+    def skip(self, rule: Rule) -> None:
+        """Its tensors are another rank's."""
+        self._others.update(name.removesuffix(".weight") for name in rule.hf_names)
+
+    def _is_anothers(self, name: str) -> bool:
+        return any(each in self._others for each in (name, name.rpartition(".")[0], name.rpartition("_")[0]))
+
     def refuse_extra(self) -> None:
         """BadModel where tensors are left over. Biases of zeros are none: some tools write them for every layer."""
         for name in sorted(set(self.folder.names()) - self.stored.used):
             unused = name.endswith(_UNUSED) or (self.config.tied and name == "lm_head.weight")
+            unused = unused or self._is_anothers(name)
             unused = unused or is_of_mtp_layer(name, self.config, self.stored.has)
             if not unused and not (name.endswith(".bias") and not self.stored.get(name).any()):
                 raise BadModel(
@@ -180,7 +197,9 @@ def load_packed(
     tensors = _tensors(model)
     experts: dict[str, list[FusedRows]] = {}
     for i, rule in enumerate(folder.rules):
-        if rule.name not in packed:
+        if rule.name not in tensors:  # of another stage
+            folder.skip(rule)
+        elif rule.name not in packed:
             tensors[rule.name].copy_(shard.tensor(rule.name, folder.plain(rule)))
         elif rule.name not in still_packed:
             tensors[rule.name].copy_(shard.tensor(rule.name, folder.dequantised(rule)))
@@ -188,7 +207,8 @@ def load_packed(
             (weight,) = folder.packed(rule)
             model.embedding = PackedEmbedding(weight.to(torch.device(device)), dtype)  # type: ignore[assignment]
         elif rule.name.endswith(_EXPERTS):
-            experts[rule.name] = [shard.rows(rule.name, each) for each in _per_expert(folder, rule)]
+            parts = _per_expert(folder, rule)
+            experts[rule.name] = [shard.rows(rule.name, parts[e]) for e in shard.experts(len(parts))]
         else:
             _set_linear(model, rule.name, shard.rows(rule.name, join_rows(rule.join, folder.packed(rule))))
         if progress:
@@ -210,7 +230,8 @@ def _empty(
 ) -> Transformer:
     """A model with memory for all but its packed weights."""
     with torch.device("meta"):
-        model = Transformer(config)
+        model = shard.model(config)
+        packed = packed & set(_tensors(model))
         for name, tensor in [] if shard is WHOLE else list(model.named_parameters()):
             module, _, last = name.rpartition(".")
             empty = torch.empty(shard.shape(name, tensor.shape))

@@ -37,6 +37,12 @@ class Serve:
     threads: int | None = None
     """compute threads on a CPU; none: one per core, in a server one fewer where decode steps spend more time in torch
     calls than in arithmetic: the server's own process and clients on the machine need a core"""
+    pp: int = 1
+    """pipeline stages of layers, each on --tp devices; steps pass through them one after the other, so that stages are
+    for models that do not fit otherwise"""
+    ep: int = 1
+    """parts of the experts: as many groups of a stage's devices have whole experts of their own, instead of a part of
+    every expert; it divides --tp"""
     block_tokens: int = 16
     """tokens per KV block"""
     max_tokens_per_step: int = 2048
@@ -152,6 +158,7 @@ class Serve:
     def __post_init__(self) -> None:
         sizes = ("max_model_len", "kv_bytes", "block_tokens", "max_tokens_per_step", "max_running", "prefill_tokens")
         at_least(self, "serve", 1, *sizes, "threads", "max_answer", "max_body_bytes", "max_draft")
+        at_least(self, "serve", 1, "pp", "ep")
         if self.draft and self.speculate == "none":
             object.__setattr__(self, "speculate", "draft")
         at_least(self, "serve", 0, "max_adapters", "kv_host_bytes")

@@ -13,6 +13,7 @@ from armillary.engine.llm import LLM
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.runner.linear_formats import Int8Dense
 from armillary.engine.runner.native_linear import NativeLinear
+from armillary.engine.runner.rank_layout import RankLayout
 from armillary.engine.runner.sharded_weights import RankShard, load_shard
 from armillary.errors import BadLayout
 from armillary.model.quantized.packed_linear import loaded_bytes, packed_modules
@@ -77,9 +78,9 @@ def test_a_rank_holds_half_of_the_packed_weights(name: str, tmp_path: Path) -> N
     folder = written(tmp_path, name)
     whole = load_model(folder, packed=True)
     for rank in range(2):
-        group = Group(name="", size=2, rank=rank)
+        layout = RankLayout.sharded(Group(name="", size=2, rank=rank))
         part = load_shard(
-            folder, whole.config, dtype=torch.float32, device=torch.device("cpu"), group=group, machines=()
+            folder, whole.config, dtype=torch.float32, device=torch.device("cpu"), ranks=layout, machines=()
         )
         assert len(packed_modules(part)) == len(packed_modules(whole)) == 8
         packed, full = (sum(module.weight.nbytes for module in packed_modules(each)) for each in (part, whole))
@@ -98,4 +99,4 @@ def test_columns_that_share_a_scale_stay_together(tmp_path: Path) -> None:
     folder = FOLDERS["int4 groups with zeros"](tmp_path / "m", tiny_llama(intermediate_size=192))  # 48 columns per rank
     config = load_model(folder, packed=True).config
     with pytest.raises(BadLayout, match="columns that share a scale stay together; take fewer ranks"):
-        load_model(folder, packed=True, shard=RankShard(config, Group(name="", size=4, rank=0)))
+        load_model(folder, packed=True, shard=RankShard(config, RankLayout.sharded(Group(name="", size=4, rank=0))))

@@ -18,11 +18,11 @@ from armillary.engine.runner.engine_kernels import REFERENCE
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.latent_layer import attend_latents
 from armillary.engine.runner.layer import Layer, make_layer
+from armillary.engine.runner.rank_layout import Experts, check_division
 from armillary.engine.runner.tensor_parallel import (
     Leader,
     _shard_rest,
     _shard_weights,
-    check_shardable,
     follow,
     local_kv_heads,
     shard,
@@ -143,8 +143,8 @@ def test_shards_of_latent_attention_add_up(q_rank: int | None) -> None:
     parts = []
     for rank in range(2):
         layer, group = make_layer(block, 0, 0), Group(name="", size=2, rank=rank)
-        _shard_weights(layer, config, group)
-        _shard_rest(layer, config, group)
+        _shard_weights(layer, config, group, Experts(tp=2))
+        _shard_rest(layer, config, group, Experts(tp=2))
         parts.append(output(layer))
     torch.testing.assert_close(sum(parts), output(make_layer(block, 0, 0)), rtol=1e-10, atol=1e-10)
 
@@ -173,7 +173,7 @@ def test_two_ranks_give_the_tokens_of_transformers_for_every_family(
 
 def can_be_cut(family: str, seed: int) -> bool:
     try:
-        check_shardable(models(family, seed)[1].config, 2)
+        check_division(models(family, seed)[1].config, tp=2)
     except BadLayout:
         return False
     return True
@@ -221,9 +221,9 @@ def test_the_python_object_over_ranks(ranks: Ranks, folder: Path) -> None:  # no
 def test_what_cannot_be_cut_evenly_is_refused(fields: dict[str, Any], sentence: str) -> None:
     """Rows would be left out of a layer without a word."""
     with pytest.raises(BadLayout) as refused:
-        check_shardable(small(**fields | {"name": "small"}), 2)
+        check_division(small(**fields | {"name": "small"}), tp=2)
     assert str(refused.value) == sentence
 
 
 def test_the_ffn_of_dense_layers_that_a_model_does_not_have_is_not_looked_at() -> None:
-    check_shardable(small(ffn=47, moe=EXPERTS), 2)
+    check_division(small(ffn=47, moe=EXPERTS), tp=2)

@@ -274,3 +274,29 @@ def test_percentiles_of_gaps_count_tokens_not_steps() -> None:
     assert served_gauges(steps, [])["itl_p50_s"] == 0.03
     requests = [{"arrived_s": float(i), "e2e_s": 1.0, "tokens_out": 10, "tokens_in": 3} for i in range(10)]
     assert served_gauges([], requests)["tokens_out_per_s"] == pytest.approx(10.0)
+
+
+def test_blocks_in_host_memory_are_found_again_for_the_time_of_their_copies() -> None:
+    """Four conversations of 160 tokens take turns in a cache for two of them."""
+    arrivals = [
+        Arrival(
+            number=number,
+            at_s=10.0 * number,
+            tokens_in=160,
+            tokens_out=2,
+            limit=2,
+            shared_prefix=144 if number > 4 else 0,
+            prefix_source=number - 4 if number > 4 else 0,
+        )
+        for number in range(1, 13)
+    ]
+    settings = Settings(max_model_len=512, vocab=100, max_running=4)
+    small = System(settings=settings, num_blocks=22)
+    large = replace(small, host_blocks=100)
+    cost = StepCost(base_s=0.0, prefill_s=0.01, host_block_s=0.001)
+    alone, offloaded = (simulate(arrivals, system, cost) for system in (small, large))
+    assert not alone.gauges["prefix_hits_total"] and "kv_loaded_total" not in alone.gauges
+    assert offloaded.gauges["prefix_hits_total"] == 8 * 144
+    assert offloaded.gauges["kv_loaded_total"] >= 8 * 8
+    assert alone.requests[-1]["ttft_s"] == pytest.approx(1.6, rel=0.05)
+    assert 0.16 + 0.008 < offloaded.requests[-1]["ttft_s"] < 0.25  # a block computed, nine copied each way
