@@ -87,7 +87,7 @@ def of_answers(engine: Any, texts: Tensor, num_prompt: int) -> list[Tensor]:
     def quick(logits_BV: Tensor, inputs: Any) -> Tensor:
         at = (inputs.long("rows_B"), inputs.long("lengths_B"))
         caught.index_put_(at, logits_BV.to(caught.dtype))
-        return sampler._store(forced[at], inputs)  # type: ignore[no-any-return]
+        return sampler.store(forced[at], inputs)  # type: ignore[no-any-return]
 
     def admitted(seq: Any) -> Any:
         rows[int(seq.id)] = seq.row
