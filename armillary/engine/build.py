@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.engine.adapter_table import AdapterTable
+from armillary.engine.build_offload import measured_costs
 from armillary.engine.build_speculation import make_draft, speculate, step_rows
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.kv_capacity import KVPlan, plan_kv
@@ -31,7 +32,6 @@ from armillary.engine.runner.linear_formats import (
     to_fp8,
 )
 from armillary.engine.runner.native_linear import run_native, run_native_tokens
-from armillary.engine.runner.offload_costs import measured_costs
 from armillary.engine.runner.packed_cpu import run_integers
 from armillary.engine.runner.rank_layout import RankLayout
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
