@@ -7,7 +7,7 @@ from math import exp
 from typing import Literal
 
 from armillary.fleet.rollout.rollout_record import Rollout
-from armillary.fleet.rollout.sequential_test import decide, failures_ratio, latency_ratio
+from armillary.fleet.rollout.sequential_test import decide, judge_failures, latency_ratio
 from armillary.stats import LogMoments
 
 Verdict = Literal["wait", "promote", "roll back"]
@@ -34,7 +34,7 @@ class Counts:
 def verdict_on(rollout: Rollout, canary: Counts, stable: Counts, now: float) -> tuple[Verdict, str]:
     """The verdict and its reason: roll back as soon as one test says worse, promote once all say as good."""
     usual = stable.error_fraction
-    errors = decide(failures_ratio(canary.outcomes, stable.outcomes, rollout.max_error_fraction))
+    errors = judge_failures(canary.outcomes, stable.outcomes, rollout.max_error_fraction)
     if errors == "worse":
         return "roll back", f"{canary.failures} of its {canary.requests} requests failed, {usual:.2%} of the others'"
     undecided = [] if errors == "as good" else ["errors"]

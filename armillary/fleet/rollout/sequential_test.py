@@ -32,6 +32,17 @@ def decide(log_ratio: float) -> Result:
     return "as good" if log_ratio <= log(MISS / (1 - FALSE_ALARM)) else "undecided"
 
 
+def judge_failures(ours: tuple[int, int], stable: tuple[int, int], tolerance: float) -> Result:
+    """Of (failures, requests) of a canary and of the others. A canary that fails in less than the tolerance of all its
+    requests is as good as any others, however little is known of them: after blue/green has switched, nothing is added
+    to that."""
+    result = decide(failures_ratio(ours, stable, tolerance))
+    perfect = (0, 10**9)
+    if result == "undecided" and decide(failures_ratio(ours, perfect, tolerance)) == "as good":
+        return "as good"
+    return result
+
+
 def failures_ratio(ours: tuple[int, int], stable: tuple[int, int], tolerance: float) -> float:
     """Of (failures, requests) of a canary and of the others: as good is the others' share and a tenth of the tolerance;
     worse is their share and the tolerance, or half as much again where failures are common. The others' share is an

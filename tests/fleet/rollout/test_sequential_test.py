@@ -16,6 +16,7 @@ from armillary.fleet.rollout.sequential_test import (
     Result,
     decide,
     failures_ratio,
+    judge_failures,
     latency_ratio,
 )
 from armillary.stats import LogMoments
@@ -26,9 +27,9 @@ CHANCE = 0.03
 """two standard deviations of a share of 5 % among so many rollouts"""
 
 
-def first_decision(ratios: Iterable[float]) -> Result:
-    """Of log likelihood ratios at successive looks."""
-    return next((each for each in map(decide, ratios) if each != "undecided"), "undecided")
+def first_decision(results: Iterable[Result]) -> Result:
+    """Of those at successive looks."""
+    return next((each for each in results if each != "undecided"), "undecided")
 
 
 def share_of(results: list[Result], wanted: Result) -> float:
@@ -43,7 +44,7 @@ def failures(usual: float, ours: float, others: int, seed: int) -> list[Result]:
         failed = np.cumsum(draw.binomial(EVERY, ours, LOOKS)).tolist()
         known = np.cumsum(draw.binomial(EVERY * others, usual, LOOKS)).tolist()
         looks = zip(failed, known, sizes.tolist(), strict=True)
-        results.append(first_decision(failures_ratio((k, n), (m, n * others), 0.01) for k, m, n in looks))
+        results.append(first_decision(judge_failures((k, n), (m, n * others), 0.01) for k, m, n in looks))
     return results
 
 
@@ -66,6 +67,16 @@ def test_a_decision_comes_after_hundreds_of_requests() -> None:
     assert failures_ratio((3, 9), (0, 0), 0.01) == 0.0  # with nothing to compare
 
 
+def test_little_history_keeps_nobody_waiting() -> None:
+    """Blue/green: the old set has served a hundred requests before the switch, and gets none after it."""
+    assert decide(failures_ratio((0, 10_000), (0, 100), 0.01)) == "undecided"
+    assert (
+        judge_failures((0, 400), (0, 100), 0.01) == "as good"
+        and judge_failures((0, 300), (0, 100), 0.01) == "undecided"
+    )
+    assert judge_failures((9, 100), (0, 100), 0.01) == "worse"
+
+
 def moments(values: np.ndarray) -> LogMoments:
     return LogMoments(len(values), float(values.sum()), float((values**2).sum()))
 
@@ -81,7 +92,7 @@ def latencies(slower: float, others: int, seed: int) -> list[Result]:
         ours, theirs = drawn(1500, slower), drawn(1500 * others, 1.0)
         sizes = range(LEAST, 1500, EVERY)
         looks = (latency_ratio(moments(ours[:n]), moments(theirs[: n * others]), 1.2) for n in sizes)
-        results.append(first_decision(looks))
+        results.append(first_decision(map(decide, looks)))
     return results
 
 
