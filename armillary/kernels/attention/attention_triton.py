@@ -81,7 +81,7 @@ def _attention(
     q, k, v = (unit_stride(x) for x in (q, k, v))
     sinks, slopes = dense(sinks), dense(slopes)
     (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
-    tiles = attention_tiles("forward", q, packed=documents is not None)
+    tiles = attention_tiles("forward", q, packed=documents is not None, window=window)
     flags, mask, lists = mask_arguments(documents, blocks, window, softcap, causal, slopes, T, S, tiles.keys)
     listed, counts = lists.by_query if lists else (lse, lse)
     tma = can_copy(k, v)
@@ -180,7 +180,7 @@ def _attention_backward(
         )
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3])
         sizes = (T, S, N, N // K, *_scales(scale, softcap), window)
-        tiles = attention_tiles("key", q)
+        tiles = attention_tiles("key", q, window=window)
         flags, mask, lists = mask_arguments(documents, blocks, window, softcap, causal, slopes, T, S, tiles.queries)
         listed, counts = lists.by_key if lists else (lse, lse)
         tma = can_copy(q, grad)

@@ -1,7 +1,8 @@
 """Attention for training in Triton, forward: online softmax in base 2 over key blocks.
 
 A query block sees three ranges of key blocks: some at the far edge (window, start of its document) that need a mask,
-the many that are fully visible, and those on the diagonal. A block-sparse mask gives a list of key blocks instead.
+the many that are fully visible, and those on the diagonal; both edges are one loop. A block-sparse mask gives a list of
+key blocks instead.
 """
 
 import triton
@@ -144,6 +145,8 @@ def _over_keys(
     list_ptr,
     first,
     last,
+    gap_at,
+    gap,
     slope,
     scale2,
     softcap,
@@ -166,10 +169,13 @@ def _over_keys(
     RAW: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """RAW leaves the scale to the exponential, where it costs nothing."""
+    """Steps first … last − 1; from step `gap_at` on, blocks are `gap` further: both edges of the visible range are one
+    loop, whose loads are in flight together. RAW leaves the scale to the exponential, where it costs nothing."""
     for step in tl.range(first, last, num_stages=STAGES):
         if LISTED > 0:  # LISTED steps share a listed block
             begin = (tl.load(list_ptr + step // LISTED) * LISTED + step % LISTED) * BLOCK_N
+        elif MASKED:
+            begin = tl.where(step < gap_at, step, step + gap) * BLOCK_N
         else:
             begin = step * BLOCK_N
         key = begin + tl.arange(0, BLOCK_N)
@@ -301,6 +307,8 @@ def forward_kernel(
             list_ptr + listed * lists,
             0,
             tl.load(count_ptr + listed) * LISTED,
+            0,
+            0,
             slope,
             scale2,
             softcap,
@@ -339,46 +347,6 @@ def forward_kernel(
             BLOCK_M,
             BLOCK_N,
         )
-        if WINDOW or DOCS:
-            acc, total, top = _over_keys(
-                acc,
-                total,
-                top,
-                q,
-                query,
-                query_doc,
-                k_src,
-                v_src,
-                k_s,
-                v_s,
-                batch,
-                kv_head,
-                doc_ptr,
-                list_ptr,
-                first,
-                full_first,
-                slope,
-                scale2,
-                softcap,
-                T,
-                S,
-                window,
-                shift,
-                True,
-                CAUSAL,
-                WINDOW,
-                DOCS,
-                SLOPES,
-                CAPPED,
-                LISTED,
-                FP32,
-                D,
-                BLOCK_D,
-                BLOCK_N,
-                STAGES,
-                RAW,
-                TMA,
-            )
         acc, total, top = _over_keys(
             acc,
             total,
@@ -396,6 +364,8 @@ def forward_kernel(
             list_ptr,
             full_first,
             full_last,
+            full_last,
+            0,
             slope,
             scale2,
             softcap,
@@ -433,8 +403,10 @@ def forward_kernel(
             kv_head,
             doc_ptr,
             list_ptr,
-            full_last,
-            last,
+            first,
+            last - (full_last - full_first),
+            full_first,
+            full_last - full_first,
             slope,
             scale2,
             softcap,

@@ -61,8 +61,20 @@ _TILES: dict[tuple[str, bool], dict[int, tuple[AttentionTiles, ...]]] = {
 }
 
 
-def attention_tiles(kernel: str, q: Tensor, *, packed: bool = False) -> AttentionTiles:
+_NARROW = 256
+"""keys of a window up to which a block of queries sees few blocks of keys"""
+_NARROW_TILES = {
+    "forward": AttentionTiles(64, 64, 4, 3, 65),
+    "key": AttentionTiles(64, 64, 4, 2, 49),
+}
+"""of small heads under a narrow window: the larger tiles take all registers of a multiprocessor for one program, whose
+few loads nothing then covers, and half of what they compute is masked; not timed yet"""
+
+
+def attention_tiles(kernel: str, q: Tensor, *, packed: bool = False, window: int = 0) -> AttentionTiles:
     """For the 'forward' kernel, or the backward kernels of keys ('key') or queries ('query')."""
+    if 0 < window <= _NARROW and kernel in _NARROW_TILES and q.dtype != torch.float32 and q.shape[-1] <= 64:
+        return _NARROW_TILES[kernel]
     table = _TILES[kernel, q.dtype == torch.float32]
     tiles = next(tiles for most, tiles in table.items() if q.shape[-1] <= most)
     # for head dim 128, three stages just let two programs share a multiprocessor; with document numbers only two do

@@ -100,6 +100,7 @@ def test_any_shape(length: int, heads: tuple[int, int], dim: int, documents: str
         {"length": 200, "causal": False, "documents": "runs", "dtype": torch.float16},
         {"length": 90, "causal": False, "documents": "scattered", "window": 20},
         {"length": 40, "keys": 150, "window": 30},
+        {"length": 300, "window": 150, "dtype": torch.float16},
         {"length": 300, "dtype": torch.float16, "documents": "runs"},
         {"length": 0},
     ],
