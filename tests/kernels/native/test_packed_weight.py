@@ -1,11 +1,13 @@
 """C++ kernels over packed weights: the reference with the same rounded inputs, for every format."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 from armillary.kernels.core.agreement import relative_error
+from armillary.kernels.native import token_kernels
 from armillary.kernels.native.library import build, library
 from armillary.kernels.native.packed_weight import (
     Codes,
@@ -77,6 +79,24 @@ def test_rows_are_selected_and_outputs_ordered() -> None:
 
 
 @needs_compiler
+def test_halves_of_rows_are_rounded_by_the_whole_row() -> None:
+    """Inputs with a scale per token that ranks divide: the sum of both halves is the whole."""
+    torch.manual_seed(0)
+    codes, x = some_codes()["W8A8"], torch.randn(5, K) * torch.linspace(0.1, 3, K)
+    halves = [
+        replace(codes, codes_NK=codes.codes_NK[:, part], group=K // 2) for part in (slice(K // 2), slice(K // 2, K))
+    ]
+    sums, apart = torch.zeros(2, 5, N), torch.zeros(2, 5, N)
+    for rank, (half, inputs) in enumerate(zip(halves, x.chunk(2, dim=1), strict=True)):
+        weight = PackedWeight.of([half])
+        weight.into(inputs.contiguous(), sums[rank], most_M=x.abs().amax(-1))
+        weight.into(inputs.contiguous(), apart[rank])
+    whole = PackedWeight.of([codes])(x)
+    assert relative_error(sums.sum(0), whole) < 1e-6
+    assert relative_error(apart.sum(0), whole) > 1e-4
+
+
+@needs_compiler
 def test_large_and_empty_numbers() -> None:
     """The largest codes do not overflow; a row of zeros has no scale."""
     codes = Codes(
@@ -131,6 +151,10 @@ def test_other_instruction_sets_agree(march: str, tmp_path, monkeypatch: pytest.
     for codes in some_codes().values():
         weight, x = PackedWeight.of([codes]), torch.randn(17, K)
         assert relative_error(weight(x), reference(x, codes)) < 1e-5
+    monkeypatch.setattr(token_kernels, "library", lambda: kernels)
+    token_kernels.agree.cache_clear()
+    assert token_kernels.agree()
+    token_kernels.agree.cache_clear()
 
 
 def test_without_a_compiler_there_are_no_kernels(
