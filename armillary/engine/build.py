@@ -22,6 +22,7 @@ from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.kv_memory_budget import kv_budget
 from armillary.engine.runner.linear_formats import (
     PackedDense,
+    half_linear,
     int8_linear,
     packs,
     pick_fp8,
@@ -263,8 +264,11 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
     if can_pack and serve.weights != "int8":
         replace_head(forward, packed, let_go=let_go)
     run_native(forward, let_go=let_go)
-    if serve.weights == "int8" or packed_modules(forward.model):
+    packed_model = bool(packed_modules(forward.model))
+    if serve.weights == "int8" or packed_model:
         run_native_tokens(forward)
+    if packed_model and not can_pack and let_go and forward.model.output is not None:
+        replace_head(forward, half_linear, let_go=let_go)
     run_int8(forward, let_go=let_go)
     run_integers(forward, let_go=let_go)
     if serve.weights == "int8":

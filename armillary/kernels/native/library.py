@@ -23,7 +23,8 @@ from armillary.machine.features import present_features
 from armillary.machine.system_files import cpuinfo_flags
 from armillary.store.home import Home
 
-_SOURCES = ("lanes.h", "vector_math.h", "inputs.h", "packed_linear.cpp", "token_rows.cpp", "decode_attention.cpp")
+_HEADERS = ("lanes.h", "vector_math.h", "inputs.h")
+_SOURCES = (*_HEADERS, "packed_linear.cpp", "half_linear.cpp", "token_rows.cpp", "decode_attention.cpp")
 _FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _TIMEOUT_S = 600.0
 
@@ -113,6 +114,7 @@ def load(path: Path) -> ctypes.CDLL:
     kernels.armillary_units.restype = ctypes.c_char_p
     arguments = {
         "linear": [pointer, pointer, size, pointer, pointer, pointer, size, number],
+        "half_linear": [pointer, pointer, size, size, size, pointer, pointer, number],
         "add_norm": [pointer] * 5 + [size, size, ctypes.c_float, number, number],
         "gated_silu": [pointer, pointer, size, number],
         "decode": [pointer, number],

@@ -98,3 +98,13 @@ def test_plain_weights_are_rounded_at_load_the_head_too(tmp_path: Path) -> None:
     assert len(native_layers(forward)) == 4
     assert relative_error(forward.layers[0].qkv(x), plain.blocks["0"].attention.qkv(x)) < 2e-2
     assert relative_error(forward.head(x), plain.head(x)) < 2e-2
+
+
+@torch.no_grad()
+def test_a_head_that_bf16_holds_stays_in_bf16(tmp_path: Path) -> None:
+    model = tiny_llama(**WIDE)
+    model.lm_head.weight.copy_(model.lm_head.weight.bfloat16())
+    folder = FOLDERS["int8 per row"](tmp_path, model)
+    forward, x = forward_of(LLM(folder, SERVE, device="cpu")), torch.randn(3, 256)
+    assert relative_error(forward.head(x), x @ model.lm_head.weight.t()) < 1e-6
+    assert forward.model.output is not None and not forward.model.output.weight.numel(), "fp32 is freed"
