@@ -80,7 +80,7 @@ def load_llama() -> Any:
     return llama
 
 
-def their_tokens(path: Path, prompts: list[list[int]], most: int) -> list[list[tuple[int, float]]]:
+def their_tokens(path: Path, prompts: list[list[int]], most: int, threads: int) -> list[list[tuple[int, float]]]:
     """Greedy tokens by prompt, each with the gap between its logit and the second best."""
     import numpy as np
 
@@ -89,7 +89,7 @@ def their_tokens(path: Path, prompts: list[list[int]], most: int) -> list[list[t
     if not model:
         raise SystemExit(f"llama.cpp cannot read {path}")
     wanted = llama.llama_context_default_params()
-    wanted.n_ctx, wanted.n_threads, wanted.n_threads_batch = PROMPT_TOKENS + most + 8, 2, 2
+    wanted.n_ctx, wanted.n_threads, wanted.n_threads_batch = PROMPT_TOKENS + most + 8, threads, threads
     context = llama.llama_init_from_model(model, wanted)
     vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
 
@@ -112,23 +112,32 @@ def their_tokens(path: Path, prompts: list[list[int]], most: int) -> list[list[t
     return made
 
 
-def our_tokens(path: Path, prompts: list[list[int]], most: int) -> list[list[int]]:
+def our_tokens(path: Path, prompts: list[list[int]], most: int, threads: int) -> list[list[int]]:
     from armillary import LLM, SamplingParams
     from armillary.spec.tables.serve import Serve
 
-    llm = LLM(path, Serve(dtype="fp32", max_running=len(prompts)), device="cpu")
+    llm = LLM(
+        path,
+        Serve(dtype="fp32", max_running=len(prompts), max_model_len=PROMPT_TOKENS + most, threads=threads),
+        device="cpu",
+    )
     made = llm.generate(prompts, SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True))
     return [each.tokens for each in made]
 
 
-def compare(path: Path, format: str, prompts: list[list[int]], most: int) -> Compared:
+def compare(path: Path, format: str, prompts: list[list[int]], most: int, threads: int) -> Compared:
     equal, gaps = 0, []
-    theirs, ours = their_tokens(path, prompts, most), our_tokens(path, prompts, most)
+    theirs, ours = their_tokens(path, prompts, most, threads), our_tokens(path, prompts, most, threads)
     for answer, tokens in zip(theirs, ours, strict=True):
         apart = [gap for (token, gap), mine in zip(answer, tokens, strict=True) if token != mine]
         equal += not apart
         gaps += apart[:1]
     return Compared(format=format, prompts=len(prompts), equal=equal, gaps=gaps)
+
+
+def row(each: Compared) -> str:
+    gaps = ", ".join(f"{gap:.3f}" for gap in each.gaps) or "–"
+    return f"| {each.format} | {each.equal} of {each.prompts} | {gaps} | {'yes' if each.holds else 'no'} |"
 
 
 def draw_prompts(source: Any, count: int) -> list[list[int]]:
@@ -149,6 +158,7 @@ def main() -> int:
     asked.add_argument("--prompts", type=int, default=10)
     asked.add_argument("--tokens", type=int, default=64)
     asked.add_argument("--formats", default=",".join(FORMATS))
+    asked.add_argument("--threads", type=int, default=2)
     asked.add_argument("--json", action="store_true")
     given = asked.parse_args()
     formats = given.formats.split(",")
@@ -157,14 +167,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         files, source = write_files(given.model, given.home, Path(folder), formats)
         prompts = draw_prompts(source, given.prompts)
-        found = [compare(path, format, prompts, given.tokens) for format, path in files.items()]
+        if not given.json:
+            print("| format | prompts with equal tokens | logit gaps where they part | holds |\n|---|---|---|---|")
+        found = []
+        for format, path in files.items():
+            found.append(compare(path, format, prompts, given.tokens, given.threads))
+            if not given.json:
+                print(row(found[-1]), flush=True)
     if given.json:
         print(json.dumps([asdict(each) | {"holds": each.holds} for each in found]))
-    else:
-        print("| format | prompts with equal tokens | logit gaps where they part | holds |\n|---|---|---|---|")
-        for each in found:
-            gaps = ", ".join(f"{gap:.3f}" for gap in each.gaps) or "–"
-            print(f"| {each.format} | {each.equal} of {each.prompts} | {gaps} | {'yes' if each.holds else 'no'} |")
     return not all(each.holds for each in found)
 
 
