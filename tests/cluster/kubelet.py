@@ -84,12 +84,12 @@ class Kubelet:
         return [name for _, name in self.events]
 
     def wait_for(self, event: str, seconds: float) -> float:
-        """Until an event has come (once more than now, if it was there); its time."""
-        before, end = self.names.count(event), time.monotonic() + seconds
-        while self.names.count(event) <= before:
+        """Until an event has come; its time."""
+        end = time.monotonic() + seconds
+        while event not in self.names:
             assert time.monotonic() < end, f"no {event} within {seconds:g} s: {self.events}"
             time.sleep(0.05)
-        return self.events[-1][0]
+        return next(at for at, name in self.events if name == event)
 
     def _note(self, event: str) -> None:
         self.events.append((time.monotonic() - self._begin, event))

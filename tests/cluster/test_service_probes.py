@@ -85,8 +85,7 @@ def test_it_loads_serves_restarts_its_engine_and_drains(tmp_path: Path) -> None:
         os.kill(engine, signal.SIGKILL)
         server.until(lambda: not server.is_ready(), 10)
         server.until(server.is_ready, 60)
-        if not kubelet.ready:
-            kubelet.wait_for("ready", 20)
+        server.until(lambda: kubelet.ready, 20)
 
         ended: list[int] = []
         asked = stream(server, 250, ended)
@@ -105,7 +104,8 @@ def test_it_loads_serves_restarts_its_engine_and_drains(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_draining_server_is_alive_and_not_ready(tmp_path: Path) -> None:
-    """A request that does not end holds the drain for serve.drain_s, 20 s here."""
+    """Its request hangs for some seconds, and is answered. While it drains it takes no connections: the manifest's
+    liveness probe has to fail for longer than serve.drain_s before it kills, and the kubelet asks no pod that ends."""
     with pod(tmp_path) as (server, kubelet, _):
         kubelet.wait_for("ready", 90)
         (engine,) = server.engine_pids()
@@ -115,10 +115,9 @@ def test_a_draining_server_is_alive_and_not_ready(tmp_path: Path) -> None:
         os.kill(engine, signal.SIGSTOP)  # the request hangs
         server.process.terminate()
         kubelet.wait_for("not ready", 15)
-        checks = len(kubelet["liveness"].statuses)
         time.sleep(4)
-        assert 503 in kubelet["readiness"].statuses and "kill" not in kubelet.names
-        assert {200} == set(kubelet["liveness"].statuses[checks - 1 :])
+        assert kubelet["readiness"].statuses[-1] in (0, 503)  # 0: it takes no connections any more
+        assert "kill" not in kubelet.names, kubelet["liveness"].statuses
         os.kill(engine, signal.SIGCONT)
         asked.join(60)
         assert server.process.wait(60) == 0
