@@ -123,7 +123,7 @@ OURS = Software(
     narrow_experts=False,
 )
 """our trainer on a GPU: facts of its code, nothing fitted"""
-OURS_BY_LAYER = replace(OURS, fused_blocks=False, stops_early=True)
+OURS_BY_LAYER = replace(OURS, fused_blocks=False)
 """our trainer where blocks run layer by layer: the same kernels, with sums and casts between them"""
 OURS_ON_CPU = replace(
     OURS,

@@ -134,7 +134,7 @@ def test_what_is_no_log_is_refused_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     path.write_text("epoch 1 done\nstep: many  loss: few\n")
     assert not is_log(path)
-    with pytest.raises(BadData, match="holds no line that is known here; give torchtitan"):
+    with pytest.raises(BadData, match="holds no line that is known here; give output of torchtitan"):
         read_log(path)
     with pytest.raises(NotFound, match="no file"):
         read_log(tmp_path / "none")
