@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -18,13 +19,17 @@ from armillary.planning.serving.serving_plan import serving_request
 from armillary.planning.simulation.fleet_run import FleetRun
 from armillary.planning.simulation.replayed_requests import Arrival, drawn
 from armillary.planning.simulation.request_slo import met
+from armillary.planning.simulation.simulated_drafts import drafting_of
 from armillary.planning.simulation.simulated_engine import System, system_of
 from armillary.planning.simulation.simulated_fleet import SimulatedFleet
 from armillary.planning.simulation.step_cost import StepCost, host_block_s, planned_step_cost
 from armillary.planning.simulation.trace_arrivals import arrivals_of
+from armillary.spec import catalogue
+from armillary.spec.hf.config import from_hf
 from armillary.spec.tables.fleet import Autoscale, Fleet
 from armillary.spec.tables.serve import Objective, Traffic
 from armillary.stats import percentile
+from armillary.store.hf_folder import read_config
 
 if TYPE_CHECKING:
     from armillary.spec.hardware import Cluster
@@ -91,20 +96,28 @@ def fleet_case(
         load = replace(recipe.load, ramp_to=None if ramp_to is None else ramp_to / weight)
         arrivals = arrivals_of(traffic, load)
     devices = recipe.layout.tp * recipe.layout.pp * recipe.layout.ep
-    if cost is None or kv_tokens is None:
+    prompt = max(1, round(sum(each.tokens_in for each in arrivals) / len(arrivals)))
+    context = max(1, prompt + round(sum(each.tokens_out for each in arrivals) / len(arrivals) / 2))
+    draft: StepCost | None = None
+    if cost is None or kv_tokens is None or serve.speculate == "draft":
         server = server_of(serving_request(recipe, config, cluster, home), recipe.layout)
         serve = server.serve
         kv_tokens = kv_tokens or kv_capacity_tokens(server.replica, serving_memory(server.replica, serve))
         devices = server.replica.split.num_devices
-        prompt = max(1, round(sum(each.tokens_in for each in arrivals) / len(arrivals)))
-        out = sum(each.tokens_out for each in arrivals) / len(arrivals)
-        cost = cost or planned_step_cost(server.replica, context=max(1, prompt + round(out / 2)), prompt=prompt)
+        cost = cost or planned_step_cost(server.replica, context=context, prompt=prompt)
+        if serve.speculate == "draft":
+            small = replace(server.replica, config=_draft_model(serve.draft), stored=None)
+            draft = planned_step_cost(small, context=context, prompt=prompt)
     if serve.kv_host_bytes:
         cost = replace(cost, host_block_s=host_block_s(cluster, plan_kv(config, serve, 1 << 62).block_bytes))
     if kv_tokens < serve.block_tokens:
         raise BadInput(f"no KV cache is left beside the weights of {config.name}; raise layout.tp or serve.kv_bytes")
+    system = system_of(config, serve, kv_tokens, cluster.chip.kind)
+    if serve.speculate != "none":
+        drafting = drafting_of(recipe.fleet.acceptance, serve.max_draft, cost, context, draft)
+        system = replace(system, drafting=drafting)
     return FleetCase(
-        system=system_of(config, serve, kv_tokens, cluster.chip.kind),
+        system=system,
         cost=cost,
         arrivals=arrivals,
         fleet=recipe.fleet,
@@ -114,6 +127,13 @@ def fleet_case(
         usd_per_replica_hour=_price(recipe, cluster, devices),
         requests_per_arrival=weight,
     )
+
+
+def _draft_model(name: str) -> ModelConfig:
+    """Shape of the model that drafts: a folder's, or one of the catalogue."""
+    if (Path(name) / "config.json").is_file():
+        return from_hf(read_config(Path(name)), name=Path(name).name)
+    return catalogue.model(name).config
 
 
 def _thinned(recipe: Recipe) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import accumulate
 from random import Random
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.decision import Decision, StepWork
+from armillary.planning.simulation.simulated_drafts import Drafting
 from armillary.planning.simulation.step_cost import StepCost
 
 STOP = 0
@@ -27,13 +29,15 @@ class Launched:
 class SimulatedDevice:
     """The device of one replica, `slowdown` times as slow as its step costs."""
 
-    def __init__(self, cost: StepCost, *, seed: int = 0, overlap: bool = True) -> None:
+    def __init__(
+        self, cost: StepCost, *, seed: int = 0, overlap: bool = True, drafting: Drafting | None = None
+    ) -> None:
         self.now = 0.0
         self.slowdown = 1.0
         self.lengths: dict[str, int] = {}
         """request id -> output tokens, where they are fewer than the request's limit"""
         self.collected: Decision | None = None  # the step whose tokens were taken last
-        self._cost, self._overlap = cost, overlap
+        self._cost, self._overlap, self._drafting = cost, overlap, drafting
         self._rng = Random(seed)
         self._free_at = 0.0
         self._last: Launched | None = None  # the step in flight
@@ -51,6 +55,9 @@ class SimulatedDevice:
         taken = (self._cost.seconds(work) + self._cost.host_block_s * decision.num_host_blocks) * self.slowdown
         ratios = self._cost.noise.ratios_near(work.prefill_tokens > 0, taken)
         taken *= self._rng.choice(ratios) if ratios else 1.0
+        if decision.drafts:
+            assert self._drafting is not None, "only a system that drafts has a scheduler that does"
+            taken += self._drafting.draft(decision, self._rng) * self.slowdown
         self._free_at = max(self.now, self._free_at) + taken
         if not self._cost.waits:
             self.now = self._free_at
@@ -62,11 +69,16 @@ class SimulatedDevice:
         sampling = launched.decision.sampling
         if not self.lengths:
             return [seq.number for seq in sampling]
-        return [STOP if self._ends(seq) else seq.number for seq in sampling]
+        rows = Counter[int]()  # of a sequence: several where it has draft tokens
+        tokens = []
+        for seq in sampling:
+            rows[id(seq)] += 1
+            tokens.append(STOP if self._ends(seq, rows[id(seq)]) else seq.number)
+        return tokens
 
-    def _ends(self, seq: Sequence) -> bool:
+    def _ends(self, seq: Sequence, more: int) -> bool:
         length = self.lengths.get(seq.request.id)
-        return length is not None and seq.num_output + 1 >= length
+        return length is not None and seq.num_output + more >= length
 
     # --- many steps at once
 

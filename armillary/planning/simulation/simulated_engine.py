@@ -26,6 +26,7 @@ from armillary.planning.serving.queueing import Server
 from armillary.planning.simulation.replayed_requests import Arrival, Prompts, drawn
 from armillary.planning.simulation.request_stats import served_gauges
 from armillary.planning.simulation.simulated_device import STOP, SimulatedDevice
+from armillary.planning.simulation.simulated_drafts import Drafting
 from armillary.planning.simulation.step_cost import StepCost, host_block_s, planned_step_cost
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve
@@ -50,6 +51,8 @@ class System:
     overlap: bool = True
     streamed: bool = False
     """outputs are streamed, as by a server, so that prefill is limited by default"""
+    drafting: Drafting | None = None
+    """speculative decoding"""
 
     def scheduler(self) -> Scheduler:
         """A new scheduler with an empty cache."""
@@ -65,6 +68,8 @@ class System:
         scheduler = Scheduler(replace(self.settings, vocab=VOCAB, eos_ids=frozenset({STOP})), cache)
         if self.streamed:
             scheduler.prefill.stream()
+        if self.drafting is not None:
+            self.drafting.attach(scheduler)
         return scheduler
 
 
@@ -116,7 +121,9 @@ class _Run:
         self.refused = 0
         self._left = deque(arrivals)
         self._prompts = Prompts(arrivals)
-        self._device = SimulatedDevice(cost, overlap=system.overlap)  # the same noise for every setting that is tried
+        self._device = SimulatedDevice(
+            cost, overlap=system.overlap, drafting=system.drafting
+        )  # the same noise for every setting that is tried
         self.scheduler = system.scheduler()
         loop = Loop(self.scheduler, self._device, overlap=system.overlap, clock=self._device.clock)
         self._engine = Engine(loop, OutputProcessor(self.scheduler, NoText), record=self._record)

@@ -57,7 +57,7 @@ class SimulatedReplica:
         self.scheduler = system.scheduler()
         if not system.prefix:
             self.scheduler.request_table.prefix_reuse = PrefixReuse(capacity=0)  # nobody reads it
-        self.device = SimulatedDevice(cost, seed=seed, overlap=system.overlap)
+        self.device = SimulatedDevice(cost, seed=seed, overlap=system.overlap, drafting=system.drafting)
         self.device.now = now
         self.wake = inf
         self.busy_s = 0.0
@@ -164,7 +164,9 @@ class SimulatedReplica:
         for seq in decision.preempted:
             self._preempted_at.setdefault(seq.id, before)
         if device.collected is not None:
-            self._note_gaps(len(device.collected.sampling), device.collected.prefill_done, device.now - before)
+            taken = device.collected
+            sampled = len(taken.sampling) - sum(draft.count for draft in taken.drafts)  # drafts come together
+            self._note_gaps(sampled, taken.prefill_done, device.now - before)
         elif decision.empty and not self.scheduler.request_table.running:
             self._nap()
         self.num_steps += not decision.empty

@@ -64,7 +64,7 @@ class SleepingDevice(SimulatedDevice):
 def make_engine(system: System, cost: StepCost) -> Engine:
     """An engine that sleeps."""
     scheduler = system.scheduler()
-    device = SleepingDevice(cost, seed=os.getpid(), overlap=system.overlap)
+    device = SleepingDevice(cost, seed=os.getpid(), overlap=system.overlap, drafting=system.drafting)
     loop = Loop(scheduler, device, overlap=system.overlap, clock=device.clock)
     return Engine(loop, OutputProcessor(scheduler, NoText))
 

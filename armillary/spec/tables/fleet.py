@@ -22,6 +22,8 @@ class Fleet:
     simulate: Literal["each", "curve"] = "each"
     """simulation: each: every replica; curve: a few replicas at rates from nearly idle to full, from which a fleet of
     any size is computed (without shared prefixes)"""
+    acceptance: float = 0.7
+    """simulation: probability that a draft token is accepted, where serve.speculate is on"""
     failures_per_hour: float = 0.0
     """simulation: failures of each replica per hour; a failed one is replaced after fleet.detect_s and start_s"""
     detect_s: float = 5.0
@@ -32,6 +34,7 @@ class Fleet:
     def __post_init__(self) -> None:
         at_least(self, "fleet", 0, "replicas", "start_s", "failures_per_hour", "detect_s")
         above_zero(self, "fleet", "max_wait_s")
+        above_zero(self, "fleet", "acceptance", most=1)
 
 
 @dataclass(frozen=True, kw_only=True)
