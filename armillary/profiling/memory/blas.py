@@ -93,7 +93,7 @@ def _by_width(case: dict[str, Any], budget_s: float) -> float:
         return seconds
 
     repeats = max(1, int(_CALL_S / max(run(2), 1e-9)))
-    times, end = [], time.perf_counter() + budget_s
+    times, end = list[float](), time.perf_counter() + budget_s
     while len(times) < 5 or time.perf_counter() < end:
         times.append(run(repeats))
     return sorted(times)[len(times) // 4]

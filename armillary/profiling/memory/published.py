@@ -26,7 +26,9 @@ class Compared:
 
 def compared(peaks: Peaks) -> list[Compared]:
     """Every measured level that something was published about."""
-    table = next((_published()[chip] for chip, words in _CHIPS.items() if any(w in peaks.device for w in words)), {})
+    table: dict[str, Any] = next(
+        (_published()[chip] for chip, words in _CHIPS.items() if any(w in peaks.device for w in words)), {}
+    )
     points = [(point["level"], point) for point in peaks.points.get("latency", ())]
     points += [(point["what"], point) for point in peaks.points.get("sync", ())]
     return [_compared(name, point, table[name]) for name, point in points if name in table]
