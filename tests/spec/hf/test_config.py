@@ -15,7 +15,7 @@ from armillary.spec.hf.writers import WRITERS
 from armillary.spec.model import GatedDelta
 from tests.model.families import FAMILIES, random_config, transformers
 
-_WITHOUT_A_CLASS = {"kimi_k2", "dbrx", "gemma3", "llama4", "qwen3_5", "qwen3_5_moe"}
+_WITHOUT_A_CLASS = {"kimi_k2", "dbrx", "gemma3", "llama4", "qwen3_5", "qwen3_5_moe", "simplicial"}
 _DEFAULT_IS_EMPTY = {"deepseek_v2": {"num_experts_per_tok": 6}}
 # sizes that define a model, and what transformers derives from them once they are there
 _NOT_OPTIONAL = {
