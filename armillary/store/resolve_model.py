@@ -134,7 +134,10 @@ def _from_run(text: str, home: Home, need_weights: bool) -> ModelSource | None:
     run = find_run(home, text)
     folder = run.latest_export()
     if folder is None:
-        raise NotFound(f"run {run.name} has exported no model yet ({_progress(run)}); let it go on, or name another")
+        export = f"armillary checkpoints export {run.name}, " if run.checkpoint_steps() else ""
+        raise NotFound(
+            f"run {run.name} has exported no model yet ({_progress(run)}); {export}let it go on, or name another"
+        )
     return _from_folder(folder, run.name, "run", need_weights)
 
 

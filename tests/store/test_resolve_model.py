@@ -180,6 +180,9 @@ def test_a_run_without_an_export(home: Home) -> None:
     assert refusal(run.name, home, NotFound) == (
         f"run {run.name} has exported no model yet (running at step 20 of 200); let it go on, or name another"
     )
+    (run.folder / "checkpoints" / "10").mkdir(parents=True)
+    (run.folder / "checkpoints" / "10" / "manifest.json").write_text("{}")
+    assert f"; armillary checkpoints export {run.name}, let it go on" in refusal(run.name, home, NotFound)
 
 
 def test_a_release_that_has_no_such_version(home: Home, model_folder: Path) -> None:

@@ -82,9 +82,12 @@ def _received(pipe: connection.Connection, plan: Plan, sentinels: list[int]) -> 
     for _ in range(len(plan.ops) * len(plan.sizes)):
         awake = connection.wait([pipe, *sentinels], timeout=_SILENCE_S)
         if not awake:
-            raise RanksFailed(f"{plan.world} ranks said nothing for {_SILENCE_S:.0f} s; try fewer with --world")
+            raise RanksFailed(
+                f"{plan.world} ranks said nothing for {_SILENCE_S:.0f} s; is the machine busy? Try again, or "
+                "fewer: armillary bench collectives --world"
+            )
         if not pipe.poll():  # ranks end by themselves only after the last sample
-            raise RanksFailed(f"one of {plan.world} ranks died; try fewer with --world")
+            raise RanksFailed(f"one of {plan.world} ranks died; try fewer: armillary bench collectives --world")
         reply = pipe.recv()
         if isinstance(reply, str):
             raise RanksFailed(f"a rank failed: {reply}; armillary doctor looks at the machine")
