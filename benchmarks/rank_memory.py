@@ -27,8 +27,10 @@ from armillary.model.quantized.packed_linear import packed_modules
 from armillary.model.transformer import build
 from armillary.model.weights.hf_weights import full_names, save_model
 from armillary.parallel.world import World, join_world
+from armillary.spec.hf.config import from_hf
 from armillary.spec.model import LayerKind, ModelConfig, MoE
 from armillary.spec.tables.serve import Serve
+from armillary.store.hf_folder import read_config
 
 _KV_BYTES = 4_000_000
 _MODEL = ModelConfig(
@@ -47,6 +49,7 @@ _MODEL = ModelConfig(
 _SPARSE = replace(
     _MODEL,
     family="mixtral",
+    ffn=1024,
     layers=(LayerKind(mlp="moe"),) * 6,
     moe=MoE(num_experts=8, top_k=2, ffn=1024),
 )
@@ -74,12 +77,13 @@ def closed(llm: LLM, world: World) -> None:
 def measure(folder: Path, tiny: Path, pp: int, ep: int) -> dict[str, Any]:
     with join_world("cpu", timeout_s=120) as world:
         closed(loaded(tiny, world, pp, ep=1), world)
+        # before the engine, in whose start rank 0 waits for the others
+        layout = rank_layout(world, from_hf(read_config(folder), name="m"), pp=pp, ep=ep)
         before = anonymous_bytes()
         llm = loaded(folder, world, pp, ep)
         held = anonymous_bytes() - before - _KV_BYTES
         model = llm.engine.loop.executor.executor.forward.model  # type: ignore[attr-defined]
         packed = [module.weight.nbytes for module in packed_modules(model)]
-        layout = rank_layout(world, model.config, pp=pp, ep=ep)
         share, largest = shares(model.config, layout) if not packed else (sum(packed), 0)
         closed(llm, world)
         bound = 1.05 * (share + largest)
