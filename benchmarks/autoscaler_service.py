@@ -2,7 +2,7 @@
 
     python -m benchmarks.autoscaler_service --trace AzureLLMInferenceTrace_conv.csv [--minutes 4] [--peak 6]
 
-`armillary up` runs a recipe whose servers rehearse (serve.rehearse: a step sleeps for the time that the planner
+`armillary up` runs a recipe whose servers are emulated (serve.emulate: a step sleeps for the time that the planner
 predicts for Llama 3 8B on an L4), `armillary load` replays requests of the trace through the gateway, at a rate that
 goes up and down. The same day is simulated, with the autoscaler and with an oracle that knows it.
 """
@@ -43,7 +43,7 @@ path = "bot"
 on = "l4"
 
 [serve]
-rehearse = true
+emulate = true
 max_running = 16
 max_model_len = 2048
 

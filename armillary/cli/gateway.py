@@ -174,13 +174,13 @@ def add(
 
 def _all_limits(texts: Sequence[str]) -> dict[str, Any]:
     """The limits of every model, and those of single models."""
-    found: dict[str, dict[str, Any]] = {}
+    by_model: dict[str, dict[str, Any]] = {}
     for text in texts:
         model = text.partition("=")[0].rpartition(":")[0]  # its name may have a colon
-        if model in found:
+        if model in by_model:
             raise BadInput(f"--limit {text} is the second for {model or 'all models'}; write them as one")
-        found[model] = _limits(text[len(model) + 1 :] if model else text)
-    return {"limits": found.pop("", {}), "model_limits": found}
+        by_model[model] = _limits(text[len(model) + 1 :] if model else text)
+    return {"limits": by_model.pop("", {}), "model_limits": by_model}
 
 
 def _limits(text: str) -> dict[str, Any]:
@@ -222,8 +222,8 @@ def ls(out: Output, home: Home, place: str) -> None:
 
 def _row(key: ApiKey) -> dict[str, Any]:
     now = time.time()
-    named = [("", key.limits), *((f"{model}:", limits) for model, limits in key.model_limits.items())]
-    texts = [f"{model}{_limit_text(limits)}" for model, limits in named if limits.is_set]
+    named_limits = [("", key.limits), *((f"{model}:", limits) for model, limits in key.model_limits.items())]
+    texts = [f"{model}{_limit_text(limits)}" for model, limits in named_limits if limits.is_set]
     return {
         "id": key.id,
         "client": key.name,

@@ -79,10 +79,10 @@ def serve(
     asked = _asked(recipe, overrides)
     if find_spec("torch") is None:  # the engine's process imports it, not this one
         raise missing("torch", "serving a model", "torch")
-    if asked.serve.rehearse:
-        from armillary.cli.serve_rehearsal import rehearse
+    if asked.serve.emulate:
+        from armillary.cli.serve_emulated import serve_emulated
 
-        return rehearse(out, home, model, asked, host=host, port=port)
+        return serve_emulated(out, home, model, asked, host=host, port=port)
     source = find_model(out, home, model, need_weights=True, trusted_keys=asked.serve.trusted_keys)
     if asked.serve.draft:
         drafts = find_model(out, home, asked.serve.draft, need_weights=True, trusted_keys=asked.serve.trusted_keys)

@@ -153,7 +153,7 @@ def registered(out: Output, home: Home, recipe: Recipe) -> tuple[str, str]:
     from armillary.store.registry.open_registry import open_registry
 
     source = recipe.model.source
-    if recipe.serve.rehearse:
+    if recipe.serve.emulate:
         return recipe.serve.name or Path(source).name, str(Path(source).absolute())
     if source.startswith("registry:"):
         return recipe.serve.name or source.removeprefix("registry:").partition("@")[0].partition(":")[0], source

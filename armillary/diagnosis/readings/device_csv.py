@@ -10,7 +10,6 @@ from statistics import fmean
 
 from armillary.diagnosis.readings.log_lines import number
 from armillary.diagnosis.readings.reading import Reading
-from armillary.store.gauges import Record
 
 COLUMNS = {
     "clocks.current.sm": "sm_clock",
@@ -66,8 +65,8 @@ def read_device_csv(text: str, source: str) -> Reading:
     return Reading(source=source, kind="profile", by="nvidia-smi", values=values)
 
 
-def _record(row: dict[str, str]) -> Record:
-    record: Record = {"device": 0.0}
+def _record(row: dict[str, str]) -> dict[str, float]:
+    record = {"device": 0.0}
     for column, cell in row.items():
         name = _name(column or "")
         value = number((cell or "").strip().split(" ")[0])

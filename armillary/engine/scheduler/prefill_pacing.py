@@ -124,23 +124,23 @@ class PrefillController:
     def _alone_s(self, rows: int) -> float | None:
         """Median seconds of about so many decodes alone; None where none were seen."""
         size = _size(rows)
-        found = self._medians.get(size)
-        if found is None and size in self._seen:
-            found = self._medians[size] = median(self._seen[size])
-        return found
+        middle = self._medians.get(size)
+        if middle is None and size in self._seen:
+            middle = self._medians[size] = median(self._seen[size])
+        return middle
 
-    def _learn(self, tokens: float, pairs: float, seconds: float) -> None:
+    def _learn(self, tokens: float, qk_pairs: float, seconds: float) -> None:
         """One more equation γ + α·tokens + β·pairs = seconds, in their units: a step of recursive least squares. It is
         written out, because it runs in every step with prefill."""
         assert self._fit is not None
         if seconds < 0.0:
             return
         (fit0, fit1, fit2), (c00, c01, c02, c11, c12, c22) = self._fit, self._covariance
-        moved0 = c00 + c01 * tokens + c02 * pairs  # covariance · (1, tokens, pairs)
-        moved1 = c01 + c11 * tokens + c12 * pairs
-        moved2 = c02 + c12 * tokens + c22 * pairs
-        scale = _FORGET + moved0 + moved1 * tokens + moved2 * pairs
-        gain = (seconds - fit0 - fit1 * tokens - fit2 * pairs) / scale
+        moved0 = c00 + c01 * tokens + c02 * qk_pairs  # covariance · (1, tokens, pairs)
+        moved1 = c01 + c11 * tokens + c12 * qk_pairs
+        moved2 = c02 + c12 * tokens + c22 * qk_pairs
+        scale = _FORGET + moved0 + moved1 * tokens + moved2 * qk_pairs
+        gain = (seconds - fit0 - fit1 * tokens - fit2 * qk_pairs) / scale
         self._fit = [fit0 + moved0 * gain, fit1 + moved1 * gain, fit2 + moved2 * gain]
         c00, c01, c02 = c00 - moved0 * moved0 / scale, c01 - moved0 * moved1 / scale, c02 - moved0 * moved2 / scale
         c11, c12, c22 = c11 - moved1 * moved1 / scale, c12 - moved1 * moved2 / scale, c22 - moved2 * moved2 / scale

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.errors import ArmillaryError
-from armillary.fleet.autoscale.decision_log import Logged, Started, append
+from armillary.fleet.autoscale.decision_log import AutoscalerStart, Logged, append
 from armillary.fleet.autoscale.policy import Autoscaler, Decision
 from armillary.fleet.autoscale.replica_metrics import ReplicaMetrics, pages_of, quantile
 from armillary.fleet.autoscale.signals import Signals
@@ -102,7 +102,9 @@ class Controller:
         """Until cancelled."""
         if self.autoscaler is not None:
             scaler = self.autoscaler
-            begun = Started(settings=scaler.settings, limits=scaler.capacity.limits, start_s=scaler.given_start_s)
+            begun = AutoscalerStart(
+                settings=scaler.settings, limits=scaler.capacity.limits, start_s=scaler.given_start_s
+            )
             await asyncio.to_thread(append, self._log, begun)
         await self.adopt()
         while True:

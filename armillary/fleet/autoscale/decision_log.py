@@ -21,7 +21,7 @@ from armillary.spec.tables.fleet import Autoscale
 
 
 @dataclass(frozen=True, kw_only=True)
-class Started:
+class AutoscalerStart:
     """An autoscaler began with this policy."""
 
     settings: Autoscale
@@ -44,16 +44,16 @@ class Logged:
     """how long the start of a replica took that has become ready since the last line"""
 
 
-Line = Started | Logged
+Line = AutoscalerStart | Logged
 
 
 def append(path: Path, line: Line) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(line, Started):
+    if isinstance(line, AutoscalerStart):
         plain = {"settings": asdict(line.settings), "limits": asdict(line.limits), "start_s": line.start_s}
     else:
         plain = {"signals": asdict(line.signals), "decision": line.decision.plain(), "started_s": line.started_s}
-    begin = "\n" if isinstance(line, Started) and path.exists() else ""  # after a line that was cut off
+    begin = "\n" if isinstance(line, AutoscalerStart) and path.exists() else ""  # after a line that was cut off
     with path.open("a", encoding="utf-8") as file:
         file.write(begin + json.dumps(plain) + "\n")
 
@@ -77,7 +77,7 @@ def read_log(path: Path) -> list[Line]:
 def _line(plain: dict[str, Any]) -> Line:
     if "settings" in plain:
         settings, limits = Autoscale(**plain["settings"]), Limits(**plain["limits"])
-        return Started(settings=settings, limits=limits, start_s=plain["start_s"])
+        return AutoscalerStart(settings=settings, limits=limits, start_s=plain["start_s"])
     return Logged(
         signals=Signals(**plain["signals"]), decision=Decision(**plain["decision"]), started_s=plain["started_s"]
     )
@@ -99,11 +99,11 @@ def replay(lines: Sequence[Line], settings: Autoscale | None = None) -> Iterator
     """Each logged decision, and what the autoscaler decides from the same signals: with its own settings the same, with
     others what it would have decided. Signals stay as logged: what other decisions would have changed, they do not
     show."""
-    if not lines or not isinstance(lines[0], Started):
+    if not lines or not isinstance(lines[0], AutoscalerStart):
         raise BadData("the log does not begin with an autoscaler's start; give the whole decisions.jsonl")
     autoscaler = lines[0].autoscaler(settings)
     for line in lines:
-        if isinstance(line, Started):
+        if isinstance(line, AutoscalerStart):
             autoscaler = line.autoscaler(settings)
             continue
         if line.started_s is not None:

@@ -77,27 +77,27 @@ class Capacity:
         limits = ((signals.ttft_p99_s, self.limits.ttft_s), (signals.itl_p99_s, self.limits.itl_s))
         return max((value / limit for value, limit in limits if value is not None and limit), default=0.0)
 
-    def missed(self, looks: Sequence[Signals]) -> float:
+    def missed(self, window: Sequence[Signals]) -> float:
         """How far the objectives were missed in a window: the median ratio of the looks that missed one; 0 where these
         are so few that 99 % of the requests may have kept them. The p99 of a look at n requests is beyond an objective
         that a request misses with probability q in a share 1 − (1 − q)ⁿ of looks: the fewer requests, the more often
         it is one of them that was unlucky."""
-        ratios = [ratio for ratio in map(self.latency_ratio, looks) if ratio]
-        late = sorted(ratio for ratio in ratios if ratio > 1.0)
-        if len(late) < _LEAST_LATE:
+        ratios = [ratio for ratio in map(self.latency_ratio, window) if ratio]
+        misses = sorted(ratio for ratio in ratios if ratio > 1.0)
+        if len(misses) < _LEAST_LATE:
             return 0.0
-        seconds = max(1e-9, looks[-1].now - looks[0].now) / max(1, len(looks) - 1)
-        requests = max(1.0, sum(look.arrived_per_s for look in looks) / len(looks) * seconds)
-        share = 1.0 - (1.0 - len(late) / len(ratios)) ** (1 / requests)
-        return late[len(late) // 2] if share > _MAY_MISS else 0.0
+        seconds = max(1e-9, window[-1].now - window[0].now) / max(1, len(window) - 1)
+        requests = max(1.0, sum(look.arrived_per_s for look in window) / len(window) * seconds)
+        share = 1.0 - (1.0 - len(misses) / len(ratios)) ** (1 / requests)
+        return misses[len(misses) // 2] if share > _MAY_MISS else 0.0
 
-    def learn(self, looks: Sequence[Signals], *, stable: bool) -> None:
+    def learn(self, window: Sequence[Signals], *, stable: bool) -> None:
         """Correct by the looks of a window, in which the fleet has not changed its size where it is `stable`."""
-        signals = looks[-1]
+        signals = window[-1]
         if not stable or not signals.ready or not self.latency_ratio(signals):
             return
         used = signals.arrived_per_s / self.of_fleet(signals.ready)
-        if self.missed(looks):
+        if self.missed(window):
             if used < 1.0:
                 self.correction = max(_LEAST, self.correction * max(_DOWN, used))
         elif self.correction < 1.0:

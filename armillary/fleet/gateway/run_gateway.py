@@ -140,8 +140,8 @@ async def _serve(
     checker = HealthChecker(models, config.gateway, say)
     await checker.first_round()
     slow = SlowReplicas(models, config.gateway, say)
-    beside = (sweep(pools), checker.run(), slow.run(), audit.run(say), ring.watch())
-    tasks = [asyncio.create_task(each) for each in beside]
+    background = (sweep(pools), checker.run(), slow.run(), audit.run(say), ring.watch())
+    tasks = [asyncio.create_task(each) for each in background]
     if companion is not None:
         tasks.append(asyncio.create_task(_run_companion(companion(gateway, models, address_of(sock, tls)), say)))
     server = http_server(gateway, graceful_s=_DRAIN_S, tls=tls, proxy_headers=False)

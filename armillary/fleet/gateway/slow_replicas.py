@@ -86,9 +86,9 @@ class SlowReplicas:
                 self.tick(now, now - last)
                 last = now
         finally:
-            for pace in self._paces.values():
-                if pace.probe is not None:
-                    pace.probe.cancel()
+            for speed in self._paces.values():
+                if speed.probe is not None:
+                    speed.probe.cancel()
 
     def tick(self, now: float, seconds: float) -> None:
         """Look at the `seconds` since the last call."""
@@ -97,87 +97,87 @@ class SlowReplicas:
             self._paces.pop(gone)
         for _, replica in present:
             pool = replica.link.pool
-            pace = self._paces.setdefault(replica, StreamPace(pool.stream_chunks, self._tick_s))
-            pace.add(seconds, len(pool.open_streams()), pool.stream_chunks)
+            speed = self._paces.setdefault(replica, StreamPace(pool.stream_chunks, self._tick_s))
+            speed.add(seconds, len(pool.open_streams()), pool.stream_chunks)
             if seconds > 2 * self._tick_s:  # the gateway itself did not run meanwhile
-                pace.ticks.clear()
+                speed.ticks.clear()
         for model, replica in present:
             self._judge(model, replica, self._paces[replica], now)
 
-    def _judge(self, model: ModelSettings, replica: Replica, pace: StreamPace, now: float) -> None:
-        gap_s, usual_s = pace.gap_s, self._peers_gap_s(model, replica) or pace.usual_s
-        if pace.slow_since is not None:
-            self._judge_slow(model, replica, pace, now)
+    def _judge(self, model: ModelSettings, replica: Replica, speed: StreamPace, now: float) -> None:
+        gap_s, usual_s = speed.gap_s, self._peers_gap_s(model, replica) or speed.usual_s
+        if speed.slow_since is not None:
+            self._judge_slow(model, replica, speed, now)
         elif gap_s is None:
             return
         elif usual_s is not None and gap_s >= max(self._settings.slow_gap_s, self._settings.slow_factor * usual_s):
-            if self._has_other(model, replica) and now >= pace.next_probe:
-                self._leaves(replica, pace, now, gap_s, usual_s)
+            if self._has_other(model, replica) and now >= speed.next_probe:
+                self._leaves(replica, speed, now, gap_s, usual_s)
         else:
-            pace.usual_s = gap_s if pace.usual_s is None else pace.usual_s + _USUAL_WEIGHT * (gap_s - pace.usual_s)
-            if now > pace.next_probe + _FORGET_S:
-                pace.times = 0
+            speed.usual_s = gap_s if speed.usual_s is None else speed.usual_s + _USUAL_WEIGHT * (gap_s - speed.usual_s)
+            if now > speed.next_probe + _FORGET_S:
+                speed.times = 0
 
-    def _leaves(self, replica: Replica, pace: StreamPace, now: float, gap_s: float, usual_s: float) -> None:
-        replica.slow, pace.slow_since, pace.next_probe, pace.confirmed = True, now, now, False
-        pace.limit_s = max(self._settings.slow_gap_s, self._settings.slow_factor * usual_s)
-        pace.begun = {stream: stream.chunks for stream in replica.link.pool.open_streams()}
+    def _leaves(self, replica: Replica, speed: StreamPace, now: float, gap_s: float, usual_s: float) -> None:
+        replica.slow, speed.slow_since, speed.next_probe, speed.confirmed = True, now, now, False
+        speed.limit_s = max(self._settings.slow_gap_s, self._settings.slow_factor * usual_s)
+        speed.begun = {stream: stream.chunks for stream in replica.link.pool.open_streams()}
         texts = f"{seconds_text(gap_s)} between chunks of its streams, {seconds_text(usual_s)} elsewhere or before"
         self._say(f"{replica.link.settings.url} gets no requests while others work: it is slow ({texts})")
 
-    def _judge_slow(self, model: ModelSettings, replica: Replica, pace: StreamPace, now: float) -> None:
-        assert pace.slow_since is not None
-        gap_s = pace.gap_s
-        if gap_s is not None and gap_s < pace.limit_s / 2:
-            return self._returns(replica, pace, now)
-        if pace.confirmed and now > pace.slow_since + self._settings.slow_grace_s and self._helps(model, replica):
-            self._end_streams(replica, pace, now)
-        if now >= pace.next_probe and (pace.probe is None or pace.probe.done()):
-            pace.probe = asyncio.create_task(self._probe(model, replica, pace))
+    def _judge_slow(self, model: ModelSettings, replica: Replica, speed: StreamPace, now: float) -> None:
+        assert speed.slow_since is not None
+        gap_s = speed.gap_s
+        if gap_s is not None and gap_s < speed.limit_s / 2:
+            return self._returns(replica, speed, now)
+        if speed.confirmed and now > speed.slow_since + self._settings.slow_grace_s and self._helps(model, replica):
+            self._end_streams(replica, speed, now)
+        if now >= speed.next_probe and (speed.probe is None or speed.probe.done()):
+            speed.probe = asyncio.create_task(self._probe(model, replica, speed))
         return None
 
     def _helps(self, model: ModelSettings, replica: Replica) -> bool:
         """Whether another replica works, and this one is not slow for having far more to do: it will get through."""
-        others = [each.in_flight for each in self._others(model, replica) if each.up and not each.drained]
-        return bool(others) and replica.in_flight <= 2 * (min(others) + _FEW)
+        peers = [each.in_flight for each in self._others(model, replica) if each.up and not each.drained]
+        return bool(peers) and replica.in_flight <= 2 * (min(peers) + _FEW)
 
-    def _end_streams(self, replica: Replica, pace: StreamPace, now: float) -> None:
+    def _end_streams(self, replica: Replica, speed: StreamPace, now: float) -> None:
         """End what is still slow, and send requests without an answer to another replica."""
-        assert pace.slow_since is not None
-        reason, seconds = "it has become far slower than other replicas", now - pace.slow_since
+        assert speed.slow_since is not None
+        reason, seconds = "it has become far slower than other replicas", now - speed.slow_since
         for stream in replica.link.pool.open_streams():
-            if stream in pace.begun and seconds / max(1, stream.chunks - pace.begun[stream]) >= pace.limit_s:
+            if stream in speed.begun and seconds / max(1, stream.chunks - speed.begun[stream]) >= speed.limit_s:
                 stream.fail(reason)
-        replica.link.pool.fail_unanswered(reason, sent_before=pace.slow_since)
+        replica.link.pool.fail_unanswered(reason, sent_before=speed.slow_since)
 
-    async def _probe(self, model: ModelSettings, replica: Replica, pace: StreamPace) -> None:
+    async def _probe(self, model: ModelSettings, replica: Replica, speed: StreamPace) -> None:
         """Whether a stream of the gateway's own is slow, too. Where it may send none, the clients' say so; without any
         the replica is back after a pause."""
-        pause_s = self._tick_s * min(_MOST, _FIRST * 2**pace.times)
+        pause_s = self._tick_s * min(_MOST, _FIRST * 2**speed.times)
         if model.probe in _PROBED:
-            gap_s = await stream_gap_s(model, replica.link, pace.limit_s)
+            gap_s = await stream_gap_s(model, replica.link, speed.limit_s)
         else:
             await asyncio.sleep(pause_s)
-            gap_s = pace.gap_s
-        pace.times, pace.next_probe = min(pace.times + 1, 10), time.monotonic() + pause_s
-        pace.confirmed = gap_s is not None and gap_s >= pace.limit_s and model.probe in _PROBED
-        if gap_s is None or gap_s < pace.limit_s:
-            self._returns(replica, pace, pace.next_probe)
+            gap_s = speed.gap_s
+        speed.times, speed.next_probe = min(speed.times + 1, 10), time.monotonic() + pause_s
+        speed.confirmed = gap_s is not None and gap_s >= speed.limit_s and model.probe in _PROBED
+        if gap_s is None or gap_s < speed.limit_s:
+            self._returns(replica, speed, speed.next_probe)
 
-    def _returns(self, replica: Replica, pace: StreamPace, not_before: float) -> None:
+    def _returns(self, replica: Replica, speed: StreamPace, not_before: float) -> None:
         """Back in the rotation; it does not leave it again for the same reason before that time."""
         if not replica.slow:
             return
-        replica.slow, pace.slow_since, pace.next_probe = False, None, not_before
-        pace.begun = {}
-        pace.ticks.clear()
+        replica.slow, speed.slow_since, speed.next_probe = False, None, not_before
+        speed.begun = {}
+        speed.ticks.clear()
         if replica.up:  # else it failed requests meanwhile, and its health checks say when it is back
             self._say(f"{replica.link.settings.url} gets requests")
 
     def _peers_gap_s(self, model: ModelSettings, replica: Replica) -> float | None:
         """Median (of two the less) over the model's other replicas that have streams and are not slow."""
-        others = [self._paces[each] for each in self._others(model, replica)]
-        gaps = [pace.gap_s for pace in others if pace.gap_s is not None]
+        peers = [self._paces[each] for each in self._others(model, replica)]
+        gaps = [speed.gap_s for speed in peers if speed.gap_s is not None]
         return median_low(gaps) if gaps else None
 
     def _has_other(self, model: ModelSettings, replica: Replica) -> bool:

@@ -117,9 +117,9 @@ def attend_tokens(
         q_TND, cache = qkv_cache(qkv, cache, slots_T, cos_TR, sin_TR, heads)
         return by_sdpa(q_TND, cache, batch, options).flatten(1)
     tables_BP, lengths_B = batch.tables_BP.int().contiguous(), batch.lengths_B.int().contiguous()
-    held = {"tables": tables_BP, "lengths": lengths_B, "sinks": options.sinks_N}
+    operands = {"tables": tables_BP, "lengths": lengths_B, "sinks": options.sinks_N}
     also = {"pages": tables_BP.shape[1], "window": options.window, "scale": options.scale_for(cache.shape[4])}
-    return _run(_kernels().armillary_decode, qkv, cache, slots_T, cos_TR, sin_TR, heads, held, also)
+    return _run(_kernels().armillary_decode, qkv, cache, slots_T, cos_TR, sin_TR, heads, operands, also)
 
 
 def qkv_cache(
@@ -140,14 +140,14 @@ def _run(
     cos_TR: Tensor | None,
     sin_TR: Tensor | None,
     heads: QkvOptions,
-    held: dict[str, Tensor | None],
+    operands: dict[str, Tensor | None],
     also: dict[str, Any],
 ) -> Tensor:
     kv_heads, page_size, dim = cache.shape[2:]
     size, group = cache.element_size(), qkv.shape[1] // (kv_heads * dim) - 2
     out = torch.empty(qkv.shape[0], kv_heads * group * dim)
-    held |= {"qkv": qkv, "out": out, "cache": cache, "slots": slots_T, "cosines": cos_TR, "sines": sin_TR}
-    held |= {"q_weight": heads.q_weight, "k_weight": heads.k_weight}
+    operands |= {"qkv": qkv, "out": out, "cache": cache, "slots": slots_T, "cosines": cos_TR, "sines": sin_TR}
+    operands |= {"q_weight": heads.q_weight, "k_weight": heads.k_weight}
     what = _Decode(
         sequences=qkv.shape[0],
         kv_heads=kv_heads,
@@ -162,7 +162,7 @@ def _run(
         interleaved=heads.interleaved,
         plus_one=heads.plus_one,
         eps=heads.eps,
-        **{name: tensor.data_ptr() for name, tensor in held.items() if tensor is not None},
+        **{name: tensor.data_ptr() for name, tensor in operands.items() if tensor is not None},
         **also,
     )
     kernel(ctypes.byref(what), torch.get_num_threads())
@@ -201,7 +201,7 @@ def agree() -> bool:
 
     rows = normal(3, 75), normal(3, 75), normal(75), None, 1e-6
     tokens = _random_tokens(normal)
-    pairs = {
+    compared = {
         "add_norm": (add_norm(*rows)[0], torch_add_norm(*rows)[0]),
         "activate": (
             activate(rows[0][:, :74].contiguous(), "silu", True),
@@ -210,7 +210,7 @@ def agree() -> bool:
         "qkv_cache": (qkv_cache(*tokens[:6])[0], torch_qkv_cache(*tokens[:6])[0]),
         "attend_tokens": (attend_tokens(*tokens), torch_attend_tokens(*tokens)),
     }
-    wrong = [name for name, (ours, theirs) in pairs.items() if relative_error(ours, theirs) > _TOLERANCE]
+    wrong = [name for name, (ours, theirs) in compared.items() if relative_error(ours, theirs) > _TOLERANCE]
     if wrong:
         LOG.warning("C++ kernels that are wrong on this CPU, torch runs instead: %s", ", ".join(wrong))
     return not wrong

@@ -120,8 +120,8 @@ def _simulated(case: FleetCase, rate: float, count: int, *, replicas: int) -> Fl
     traffic = replace(case.traffic, requests_per_s=rate_of_all, shared_prefix=0)
     lengths = Random(f"curve {rate}").choices(case.arrivals, k=count * replicas)
     arrivals = [
-        replace(at, tokens_in=like.tokens_in, tokens_out=like.tokens_out, limit=like.limit)
-        for at, like in zip(drawn(traffic, count * replicas), lengths, strict=True)
+        replace(at, tokens_in=lengths_of.tokens_in, tokens_out=lengths_of.tokens_out, limit=lengths_of.limit)
+        for at, lengths_of in zip(drawn(traffic, count * replicas), lengths, strict=True)
     ]
     return SimulatedFleet(arrivals, case.system, case.cost, replace(case.fleet, replicas=replicas)).run()
 
@@ -132,7 +132,7 @@ def _point(case: FleetCase, most: float, requests: int, share: float) -> CurvePo
     run = _simulated(case, rate, requests, replicas=REPLICAS)
     begin, end = WARM * requests / rate, requests / rate
     served = [each for each in run.served if begin <= each.arrived_s < end]
-    looks = [look for look in run.timeline if begin <= look.now < end] or run.timeline[-1:]
+    samples = [look for look in run.timeline if begin <= look.now < end] or run.timeline[-1:]
     times = [latencies(each) for each in served]
     columns = {
         "ttft_s": [ttft for ttft, _, _ in times],
@@ -146,9 +146,9 @@ def _point(case: FleetCase, most: float, requests: int, share: float) -> CurvePo
         **{name: np.quantile(values or [0.0], QUANTILES) for name, values in columns.items()},
         gap_s=_gap_quantiles(run),
         met=sum(met(each, run, case.objective) for each in served) / max(1, len(served)),
-        in_flight=float(np.mean([look.in_flight for look in looks])) / REPLICAS,
-        waiting=float(np.mean([look.waiting for look in looks])) / REPLICAS,
-        kv_used=float(np.mean([look.kv_used for look in looks])),
+        in_flight=float(np.mean([look.in_flight for look in samples])) / REPLICAS,
+        waiting=float(np.mean([look.waiting for look in samples])) / REPLICAS,
+        kv_used=float(np.mean([look.kv_used for look in samples])),
         busy=min(1.0, busy),
     )
 

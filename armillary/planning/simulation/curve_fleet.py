@@ -185,7 +185,7 @@ def mixture(parts: Sequence[Part], name: str, percents: Sequence[float], *, wait
     if not parts:
         return [0.0 for _ in percents]
     values = np.concatenate([getattr(part.point, name) + (part.wait_s if waits else 0.0) for part in parts])
-    weights = np.repeat([part.requests for part in parts], len(QUANTILES))
+    weights: np.ndarray = np.repeat([part.requests for part in parts], len(QUANTILES))
     order = np.argsort(values)
     below = np.cumsum(weights[order])
     at = np.minimum(np.searchsorted(below, below[-1] * np.array(percents) / 100), len(order) - 1)

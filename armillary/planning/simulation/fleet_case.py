@@ -198,8 +198,8 @@ def _probe(case: FleetCase, rate: float, replicas: int, seed: int) -> FleetRun:
     traffic = replace(case.traffic, requests_per_s=rate * replicas, seed=seed, shared_prefix=0, arrival="poisson")
     lengths = Random(f"probe {seed}").choices(case.arrivals, k=count)
     arrivals = [
-        replace(each, tokens_in=like.tokens_in, tokens_out=like.tokens_out, limit=like.limit)
-        for each, like in zip(drawn(traffic, count), lengths, strict=True)
+        replace(each, tokens_in=lengths_of.tokens_in, tokens_out=lengths_of.tokens_out, limit=lengths_of.limit)
+        for each, lengths_of in zip(drawn(traffic, count), lengths, strict=True)
     ]
     fleet = replace(case.fleet, replicas=replicas, failures_per_hour=0.0)
     return SimulatedFleet(arrivals, case.system, case.cost, fleet, seed=seed).run()

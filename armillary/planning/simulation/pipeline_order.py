@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "I", "W"]
+PassKind = Literal["F", "B", "I", "W"]
 """forward, backward; where a schedule splits the latter: gradients of inputs, gradients of weights"""
 
 
 class Pass(NamedTuple):
     """One pass of a micro-batch through a chunk of layers; chunk c is on stage c mod stages."""
 
-    kind: Kind
+    kind: PassKind
     chunk: int
     batch: int
 
@@ -30,16 +30,17 @@ def pipeline_order(schedule: str, stages: int, chunks: int, batches: int) -> lis
     rounds = max(1, batches // stages)
     per_round = batches // rounds
     split = schedule == "zero_bubble"
-    orders = []
+    by_stage = []
     for stage in range(stages):
         warm_up = (chunks - 1) * per_round + (1 if split else 2) * (stages - 1 - stage)
         warm_up = min(warm_up, batches * chunks)
-        orders.append(_alternating(stage, stages, chunks, batches, warm_up, per_round, split=split))
-    return orders
+        by_stage.append(_alternating(stage, stages, chunks, batches, warm_up, per_round, split=split))
+    return by_stage
 
 
 def _gpipe(stage: int, batches: int) -> list[Pass]:
-    return [Pass(kind, stage, batch) for kind in ("F", "B") for batch in range(batches)]
+    kinds: tuple[PassKind, ...] = ("F", "B")
+    return [Pass(kind, stage, batch) for kind in kinds for batch in range(batches)]
 
 
 def _alternating(
@@ -57,12 +58,12 @@ def _alternating(
         order.append(Pass("I" if split else "B", *backward[n]))
         if split and n >= stage:
             order.append(Pass("W", *backward[n - stage]))
-    late = range(max(0, total - stage), total) if split else ()
-    return order + [Pass("W", *backward[n]) for n in late]
+    deferred = range(max(0, total - stage), total) if split else ()
+    return order + [Pass("W", *backward[n]) for n in deferred]
 
 
 def _nth(n: int, stage: int, stages: int, chunks: int, per_round: int, *, backward: bool) -> tuple[int, int]:
     """(chunk, micro-batch) of a stage's n-th forward or backward pass."""
-    turn, within = divmod(n, per_round)
-    local = turn % chunks
-    return (chunks - 1 - local if backward else local) * stages + stage, turn // chunks * per_round + within
+    cycle, within = divmod(n, per_round)
+    local = cycle % chunks
+    return (chunks - 1 - local if backward else local) * stages + stage, cycle // chunks * per_round + within

@@ -9,7 +9,7 @@ from math import exp, log1p, sqrt
 from random import Random
 from typing import NamedTuple
 
-from armillary.planning.simulation.pipeline_order import Kind, Pass, pipeline_order
+from armillary.planning.simulation.pipeline_order import Pass, PassKind, pipeline_order
 
 
 class Played(NamedTuple):
@@ -29,7 +29,7 @@ class StageSeconds:
     inputs_s: float
     weights_s: float
 
-    def of(self, kind: Kind) -> float:
+    def of(self, kind: PassKind) -> float:
         parts = {"F": self.forward_s, "I": self.inputs_s, "W": self.weights_s}
         return self.inputs_s + self.weights_s if kind == "B" else parts[kind]
 
@@ -50,15 +50,15 @@ class PipelineCase:
         self, *, noise: float = 0.0, seed: int = 0, slow: int | None = None, slowdown: float = 1.0
     ) -> list[Played]:
         """`noise`: coefficient of variation of a pass; the stage `slow` computes `slowdown` times as long."""
-        orders = pipeline_order(self.schedule, len(self.stages), self.chunks, self.micro_batches)
+        by_stage = pipeline_order(self.schedule, len(self.stages), self.chunks, self.micro_batches)
         rng, last = Random(seed), len(self.stages) * self.chunks - 1
         spread = sqrt(log1p(noise * noise))
         done: dict[tuple[str, int, int], tuple[float, int]] = {}  # when a pass was over, and on which stage
-        free, at, played = [0.0] * len(orders), [0] * len(orders), list[Played]()
-        left = sum(map(len, orders))
+        free, at, played = [0.0] * len(by_stage), [0] * len(by_stage), list[Played]()
+        left = sum(map(len, by_stage))
         while len(played) < left:
             before = len(played)
-            for stage, order in enumerate(orders):
+            for stage, order in enumerate(by_stage):
                 while at[stage] < len(order):
                     work = order[at[stage]]
                     needs = _needs(work, last)

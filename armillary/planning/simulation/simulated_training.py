@@ -114,11 +114,11 @@ class SimulatedTraining:
         begin, done = run.now_s, left
         if begin + left * step_s > stops_at:
             done = max(0, int((stops_at - begin) / step_s))
-        whole = done == left
-        run.now_s = begin + left * step_s if whole else max(begin, stops_at)
+        completes = done == left
+        run.now_s = begin + left * step_s if completes else max(begin, stops_at)
         run.steps += done
         run.spans.append(Span("training", begin, run.now_s, done, slow))
-        if whole:
+        if completes:
             return True
         if stops_at == self._fails_at:
             self._fail()

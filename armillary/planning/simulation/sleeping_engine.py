@@ -1,5 +1,5 @@
 """The process of an engine that computes nothing: scheduler, KV cache, thread and messages are those that serve, and
-every step sleeps for its predicted time. It is the simulator's device on a real clock, for rehearsals (serve.rehearse).
+every step sleeps for its predicted time. It is the simulator's device on a real clock (serve.emulate).
 
 `python -m armillary.planning.simulation.sleeping_engine FD`
 """
@@ -82,7 +82,7 @@ def run(config: SleepingConfig, inbox: Iterator[Any], send_queue: SendQueue) -> 
             phases=[("in all", time.time() - config.asked_at)],
             kv_tokens=tokens,
             kv_text=f"a KV cache of {tokens:,} tokens that nothing is written to",
-            notes=(f"a rehearsal: nothing is computed, step times are of the {config.cost.basis}",),
+            notes=(f"emulated: nothing is computed, step times are of the {config.cost.basis}",),
             lost_adapters={},
         )
     )

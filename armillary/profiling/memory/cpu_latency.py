@@ -76,7 +76,8 @@ def unit_by_unit(size: int, random: np.random.Generator) -> np.ndarray:
     nodes, units = unit // LINE, size // unit
     order = random.permutation(units)[:, None] * unit
     within = random.permuted(np.tile(np.arange(nodes) * LINE, (units, 1)), axis=1)
-    return (order + within).reshape(-1)
+    offsets: np.ndarray = (order + within).reshape(-1)
+    return offsets
 
 
 def translation_curves(quick: bool, watch: Watch) -> tuple[list[tuple[float, float]], Curve]:
@@ -86,7 +87,7 @@ def translation_curves(quick: bool, watch: Watch) -> tuple[list[tuple[float, flo
     spread, close = [], []
     for done, count in enumerate(counts):
         watch(done, len(counts), f"{count:,} pages")
-        line = np.arange(count) * LINE % PAGE  # another set of the cache for each page
+        line: np.ndarray = np.arange(count) * LINE % PAGE  # another set of the cache for each page
         pages = random.permutation(count)
         spread.append((float(count * PAGE), memory.seconds(pages * PAGE + line[pages])))
         close.append((float(count * PAGE), memory.seconds(random.permutation(count) * LINE)))

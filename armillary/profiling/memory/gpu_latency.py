@@ -143,4 +143,5 @@ def _timed(call: Callable[[], None], repeats: int = 7) -> float:
         call()
         after.record()
     torch.cuda.synchronize()
-    return sorted(before.elapsed_time(after) for before, after in marks)[repeats // 2] / 1e3
+    times_ms = sorted(float(before.elapsed_time(after)) for before, after in marks)
+    return times_ms[repeats // 2] / 1e3

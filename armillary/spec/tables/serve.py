@@ -118,8 +118,8 @@ class Serve:
     """server: how /v1/rerank and /v1/score compare texts: by the cosine of their embeddings, or by the probability that
     the model says yes to both, as Qwen3-Reranker does; auto: yes_no where the model's name has "rerank" and it has no
     modules.json"""
-    rehearse: bool = False
-    """server: compute nothing, and let every step take the time that the planner predicts on hardware.on: a rehearsal
+    emulate: bool = False
+    """server: compute nothing, and let every step take the time that the planner predicts on hardware.on: a test
     of a gateway, of clients or of an autoscaler with real processes and HTTP but without the devices, whose text means
     nothing"""
     runtime_adapters: bool = False

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from armillary.cli.simulate.simulate import simulate
-from armillary.fleet.autoscale.decision_log import Logged, Started, append
+from armillary.fleet.autoscale.decision_log import AutoscalerStart, Logged, append
 from armillary.fleet.autoscale.policy import Autoscaler
 from armillary.fleet.autoscale.replica_capacity import Limits
 from armillary.fleet.autoscale.signals import Signals
@@ -78,7 +78,7 @@ def test_an_autoscalers_log_is_decided_again(tmp_path: Path) -> None:
     log, limits = tmp_path / "decisions.jsonl", Limits(requests_per_s=10.0, in_flight=8.0)
     settings = Autoscale(max_replicas=8, cooldown_s=10.0, stable_window_s=10.0)
     scaler, replicas = Autoscaler(settings, limits, start_s=0.0), 1
-    append(log, Started(settings=settings, limits=limits, start_s=0.0))
+    append(log, AutoscalerStart(settings=settings, limits=limits, start_s=0.0))
     for second in range(0, 200, 5):
         signals = Signals(now=float(second), ready=replicas, arrived_per_s=30.0 if second < 100 else 5.0)
         decision = scaler.decide(signals)

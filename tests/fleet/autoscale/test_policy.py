@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from armillary.errors import BadData
-from armillary.fleet.autoscale.decision_log import Logged, Started, append, read_log, replay
+from armillary.fleet.autoscale.decision_log import AutoscalerStart, Logged, append, read_log, replay
 from armillary.fleet.autoscale.policy import Autoscaler, Decision
 from armillary.fleet.autoscale.replica_capacity import Limits
 from armillary.fleet.autoscale.signals import Signals
@@ -146,7 +146,7 @@ def test_the_log_is_replayed(tmp_path: Path) -> None:
     service, file = Service(cooldown_s=60.0), tmp_path / "decisions.jsonl"
     for rate in (5.0, 30.0, 80.0, 20.0, 5.0):
         service.look(rate, 12)
-    begun = Started(settings=service.scaler.settings, limits=LIMITS, start_s=0.0)
+    begun = AutoscalerStart(settings=service.scaler.settings, limits=LIMITS, start_s=0.0)
     for part in (service.log[:30], service.log[30:]):
         append(file, begun)
         for signals, decision in part:

@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from armillary.fleet.autoscale.decision_log import Logged, Started, read_log
+from armillary.fleet.autoscale.decision_log import AutoscalerStart, Logged, read_log
 from armillary.spec.hf.config import to_hf
 from armillary.spec.recipe import recipe_from_dict
 
@@ -27,7 +27,7 @@ path = "bot"
 [hardware]
 on = "l4"
 [serve]
-rehearse = true
+emulate = true
 max_running = 16
 max_model_len = 1024
 [traffic]
@@ -155,7 +155,7 @@ def test_a_killed_autoscaler_finds_its_servers_and_changes_nothing(folder: Path)
         assert ready(18_762) == before
     assert not servers(folder)
     lines = read_log(next((folder / "home").glob("**/decisions.jsonl")))
-    assert sum(isinstance(line, Started) for line in lines) == 2
+    assert sum(isinstance(line, AutoscalerStart) for line in lines) == 2
     assert not [line for line in lines if isinstance(line, Logged) and line.decision.change]
 
 

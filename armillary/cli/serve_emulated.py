@@ -1,4 +1,4 @@
-"""`armillary serve` with serve.rehearse: the server and the engine's process, but a step only sleeps."""
+"""`armillary serve` with serve.emulate: the server and the engine's process, but a step only sleeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from armillary.spec.recipe import Recipe
 from armillary.store.home import Home
 
 
-def rehearse(out: Output, home: Home, model: str, asked: Recipe, *, host: str, port: int) -> None:
+def serve_emulated(out: Output, home: Home, model: str, asked: Recipe, *, host: str, port: int) -> None:
     """Serve a folder with a config and a tokenizer; it needs no weights."""
     from armillary.cli.plan.options import find_cluster
     from armillary.planning.simulation.fleet_case import fleet_case
@@ -27,7 +27,7 @@ def rehearse(out: Output, home: Home, model: str, asked: Recipe, *, host: str, p
         raise BadInput(f"{model} has no files on this machine; name a folder with config.json and tokenizer.json")
     case = fleet_case(asked, source.config, find_cluster(asked), home)
     say = partial(click.echo, err=out.mode != "human")
-    say(f"a rehearsal: nothing is computed, step times are of the {case.cost.basis}")
+    say(f"emulated: nothing is computed, step times are of the {case.cost.basis}")
     config = SleepingConfig(
         model=str(source.files),
         serve=asked.serve,
