@@ -15,7 +15,8 @@ sys.modules["triton"] = None  # as if it were not installed
 import importlib, pkgutil
 import armillary
 from armillary.kernels.core.op import OPS, find_op
-skipped = ("armillary.kernels.", "armillary.profiling.ceilings.fma_triton", "armillary.__main__")
+probes = ("armillary.profiling.ceilings.fma_triton", "armillary.profiling.memory.gpu_probes_triton")
+skipped = ("armillary.kernels.", *probes, "armillary.__main__")
 names = [m.name for m in pkgutil.walk_packages(armillary.__path__, "armillary.")]
 for name in names:
     if not name.startswith(skipped):

@@ -80,7 +80,8 @@ class RolloutDriver:
             return
         self._judged_at = time.monotonic()
         canary, stable = self._counts()
-        verdict, reason = verdict_on(rollout, canary, stable, time.time())
+        switched = rollout.state == "green" and self._router.canary_fraction == 1.0
+        verdict, reason = verdict_on(rollout, canary, stable, time.time(), switched=switched)
         if any(routed.replica.slow for routed in self._routed(member.name for member in controller.canaries())):
             verdict, reason = "roll back", "its streams are far behind those of the others"
         self.progress = reason if verdict == "wait" else ""

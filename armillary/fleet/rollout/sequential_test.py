@@ -65,3 +65,11 @@ def latency_ratio(ours: LogMoments, stable: LogMoments, slowdown: float) -> floa
     variance = max(1e-12, ours.variance / ours.count + stable.variance / stable.count)
     worse = log(slowdown)
     return worse * (ours.mean - stable.mean - worse / 2) / variance
+
+
+def is_enough(stable: LogMoments, slowdown: float) -> bool:
+    """Whether these latencies of the others tell "as good" from "worse" once the canary has enough, if no more come."""
+    if stable.count < LEAST:
+        return False
+    spread = max(1e-12, stable.variance / stable.count)
+    return log(slowdown) ** 2 / 2 / spread >= -log(MISS / (1 - FALSE_ALARM))

@@ -35,6 +35,24 @@ def _attention(q: int, *, backward: bool = False) -> Callable[[Call], Op]:
     return rule
 
 
+def _simplicial(q: int, *, backward: bool = False) -> Callable[[Call], Op]:
+    """(…, q [B, T, N, D], k and v [B, T, 2·KV heads, D], documents, scale, window_1, window_2)."""
+
+    def rule(call: Call) -> Op:
+        query, key = call.tensor(q), call.tensor(q + 1)
+        windows = [*call.numbers(q + 5), *call.numbers(q + 6)]
+        if len(windows) != 2 or (call.has_tensor(q + 3) and call.tensor(q + 3).shape):
+            raise NoModel
+        b, t, heads, d = query.shape
+        shape = attention_ops.AttentionShape(heads=heads, kv_heads=key.shape[2] // 2, qk_dim=d, v_dim=d)
+        window_1, window_2 = map(int, windows)
+        return attention_ops.simplicial_attention(
+            call.name, shape, [(t, t)] * b, window_1=window_1, window_2=window_2, dtype=query.dtype, backward=backward
+        )
+
+    return rule
+
+
 def one_pass(kind: OpKind, *written: int, flops_each: float = 5) -> Callable[[Call], Op]:
     """Every tensor read once, and as much written as the arguments `written` hold, where they are given."""
 
@@ -132,6 +150,8 @@ OWN: dict[str, Callable[[Call], Op]] = {
     "armillary::latent_to_cache": _latent_to_cache,
     "armillary::attention": _attention(0),
     "armillary::attention_backward": _attention(3, backward=True),
+    "armillary::simplicial": _simplicial(0),
+    "armillary::simplicial_backward": _simplicial(3, backward=True),
     "armillary::norm": one_pass("norm", 0, 1),
     "armillary::norm_backward": one_pass("norm", 2, flops_each=10),
     "armillary::rope": one_pass("elementwise", 0),

@@ -261,10 +261,14 @@ async def gateway_of(
 
 
 def scenario(test: Callable[..., Awaitable[None]]) -> Callable[[Path], None]:
-    """An async test with a folder of its own, as a plain one."""
+    """An async test with a folder of its own, as a plain one; one that waits for ever fails after five minutes."""
+
+    async def limited(tmp_path: Path) -> None:
+        async with asyncio.timeout(300):
+            await test(tmp_path)
 
     def run(tmp_path: Path) -> None:
-        asyncio.run(test(tmp_path))
+        asyncio.run(limited(tmp_path))
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__  # type: ignore[attr-defined]
     return run

@@ -61,6 +61,15 @@ def test_errors_that_all_replicas_have_are_not_the_canary() -> None:
     assert verdict_on(rollout, counts(2000, failures=200), counts(20_000, failures=2000), now=1.0)[0] == "promote"
 
 
+def test_latencies_that_a_switched_service_has_too_few_of_are_not_waited_for() -> None:
+    """After blue/green has switched, the old release gets no more requests: 29 times are too few."""
+    rollout, short = Rollout(release="r", began=0.0), counts(29)
+    assert verdict_on(rollout, counts(4000), short, now=1.0)[0] == "wait"
+    found, reason = verdict_on(rollout, counts(4000), short, now=1.0, switched=True)
+    assert found == "promote" and "not compared, as the old release has only 29" in reason
+    assert verdict_on(rollout, counts(4000, ttft=0.15), counts(400), now=1.0, switched=True)[0] == "roll back"
+
+
 def test_one_rollout_at_a_time(tmp_path: Path) -> None:
     begin_rollout(tmp_path, Rollout(release="registry:bot:2"))
     with pytest.raises(BadInput, match="goes on"):

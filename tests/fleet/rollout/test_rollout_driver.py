@@ -25,26 +25,31 @@ def state(folder: Path) -> str:
     return "" if rollout is None else rollout.state
 
 
-LENIENT: dict[str, Any] = {"share": 0.3, "min_requests": 10, "max_error_fraction": 0.2, "max_slowdown": 3.0}
-"""decided after some twenty requests; processes that share two cores differ in speed by more than a fifth"""
+LENIENT: dict[str, Any] = {"share": 0.3, "min_requests": 10, "max_error_fraction": 0.2, "max_slowdown": 50.0}
+"""decided after some twenty requests, by errors alone: processes that share two cores differ in speed at random;
+verdicts on speed are tested in test_canary_verdict"""
+ENDED = ("done", "rolled back", "shadowed")
 
 
-async def rolled(folder: Path, service: Service, rollout: Rollout, *ends: str) -> None:
+async def rolled(folder: Path, service: Service, rollout: Rollout, end: str) -> None:
     """Load until the rollout has ended."""
     RolloutDriver(service.controller, service.client.models, folder, lambda text: None)
     await until(lambda: service.ready() == 2, 60.0)
     least = [2]
 
     async def watch() -> None:
-        while state(folder) not in ends:
-            least[0] = min(least[0], service.ready())
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(90):
+            while state(folder) not in ENDED:
+                least[0] = min(least[0], service.ready())
+                await asyncio.sleep(0.02)
 
     begin_rollout(folder, rollout)
     watcher = asyncio.create_task(watch())
     while not watcher.done():
         await service.load(40, 0.5)
     await watcher
+    ended = read_rollout(folder)
+    assert ended is not None and ended.state == end, ended
     assert least[0] >= 2 and set(service.statuses) == {200}
 
 

@@ -248,6 +248,19 @@ def test_own_attention_with_its_mask() -> None:
     assert op("armillary::attention", documents, [B] * 3 + [INT] + [""] * 7, numbers) is None
 
 
+def test_own_simplicial_attention_counts_triples() -> None:
+    q, kv = [2, 16, 4, 64], [2, 16, 4, 64]
+    dims, types, numbers = [q, kv, kv] + [[]] * 4, [B] * 3 + [""] * 4, ("",) * 4 + ("0.125", "2", "4")
+    triples = 1 * 1 + 2 * 2 + 2 * 3 + 13 * 2 * 4
+    forward = known("armillary::simplicial", dims, types, numbers)
+    assert forward.flops == 4 * 2 * 4 * 64 * triples
+    lse = [2, 16, 4]
+    backward = known("armillary::simplicial_backward", [q, q, lse, *dims], [B, B, F, *types], ("",) * 3 + numbers)
+    assert backward.flops == 3 * forward.flops
+    documents = [q, kv, kv, [2, 16]] + [[]] * 3
+    assert op("armillary::simplicial", documents, [B] * 3 + [INT] + [""] * 3, numbers) is None
+
+
 @pytest.mark.parametrize(
     ("name", "dims", "concrete", "moved"),
     [
