@@ -10,7 +10,7 @@ from armillary.diagnosis.evidence.finding import Evidence, Finding, Lever
 from armillary.diagnosis.outcome.compare import Comparison
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.reading import Reading
-from armillary.diagnosis.report.demo_report import DemoReport, Served, Stage
+from armillary.diagnosis.report.demo_report import DemoReport, Served, Service, Stage
 from armillary.serving.load.client_lag import Lag
 from armillary.serving.load.record import RequestResult
 from armillary.serving.load.run import LoadReport, LoadTest, RunResult
@@ -136,6 +136,14 @@ def made_report(**changes: Any) -> DemoReport:
         "profile": made_profile(),
         "served": Served(reading=serving, load=made_load(0.9)),
         "served_after": Served(reading=serving, load=made_load(0.12), peak_bytes=5e8),
+        "service": Service(
+            replicas=(("replica-1", 23), ("replica-2", 17)),
+            releases=("demo:1", "demo:2"),
+            promoted_s=6.2,
+            added_p50_s=0.0004,
+            added_p99_s=0.0031,
+            load=made_load(0.1),
+        ),
         "diagnoses": (
             Diagnosis(
                 source="run quiet-otter",

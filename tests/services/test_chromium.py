@@ -47,7 +47,7 @@ def test_the_profile_report(tmp_path: Path) -> None:
 def test_the_demo_report(tmp_path: Path) -> None:
     (tmp_path / "demo.html").write_text(demo_page(made_report()), encoding="utf-8")
     document = rendered((tmp_path / "demo.html").as_uri(), tmp_path / "chromium")
-    assert document.count("<section") == 9 and 'aria-label="Loss over steps' in document
+    assert document.count("<section") == 10 and 'aria-label="Loss over steps' in document
     assert "interrupted after step 80, resumed" in visible(document)
 
 

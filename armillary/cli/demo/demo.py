@@ -1,4 +1,5 @@
-"""`armillary demo`: measure, plan, train, serve, load, diagnose, apply a lever, measure again; a report at the end."""
+"""`armillary demo`: measure, plan, train, serve, load, diagnose, apply a lever, measure again, run a service; then a
+report."""
 
 from __future__ import annotations
 
@@ -41,12 +42,13 @@ SHOWN = (
     help="File of the report.",
 )
 def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> None:
-    """Run the complete cycle on this machine: measure, plan, train, serve, load, diagnose, apply a lever, compare.
+    """Run the complete cycle on this machine: measure, plan, train, serve, load, diagnose, apply a lever, compare; then
+    a service of two replicas behind a gateway, with a promotion under load.
 
     Needs no download and under five minutes: model, steps and traffic are sized by what this machine reaches. Ctrl-C
     ends it with a report of the finished stages; the same command resumes the training run.
     """
-    from armillary.cli.demo import ceilings, levers, sizing
+    from armillary.cli.demo import ceilings, levers, service_and_promotion, sizing
     from armillary.cli.demo import plan_and_train as training
     from armillary.cli.demo import serve_and_load as serving
 
@@ -59,6 +61,7 @@ def demo(out: Output, home: Home, overrides: tuple[str, ...], page: Path) -> Non
         service = serving.serve_and_load(state, run)
         levers.diagnose(state, run, service)
         levers.apply(state, run, service)
+        service_and_promotion.serve(state, run)
     except KeyboardInterrupt:
         _report(state, page)
         raise
@@ -96,6 +99,15 @@ def _as_json(report: DemoReport, path: Path) -> dict[str, Any]:
         "stops": report.stops,
         "diagnoses": report.diagnoses,
         "pulled": report.pulled,
+        "service": report.service
+        and {
+            "replicas": report.service.replicas,
+            "releases": report.service.releases,
+            "requests": report.service.load.last.requests,
+            "failed": report.service.load.last.failed,
+            "added_p50_s": report.service.added_p50_s,
+            "added_p99_s": report.service.added_p99_s,
+        },
         "predicted": [
             {"of": row.of, "gauge": row.gauge, "predicted": row.predicted, "measured": row.measured, "error": row.error}
             for row in report.predicted

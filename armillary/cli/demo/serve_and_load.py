@@ -22,6 +22,7 @@ from armillary.serving.load.report_text import LATENCY_HEADS, errors_text, laten
 from armillary.serving.load.run import LoadReport, LoadTest
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import to_toml
+from armillary.spec.tables.serve import Traffic
 from armillary.store.atomic import write_text
 from armillary.store.home import Home
 from armillary.store.runs import Run, list_runs
@@ -97,11 +98,11 @@ def _load(state: DemoState, url: str) -> LoadReport:
         return report
 
 
-def load(state: DemoState, url: str) -> LoadReport:
-    """The recipe's traffic on the server, as `armillary load` sends it."""
+def load(state: DemoState, url: str, traffic: Traffic | None = None, *, key: str = "") -> LoadReport:
+    """The recipe's traffic on the server, as `armillary load` sends it; or other traffic."""
     recipe = state.recipe
-    test = LoadTest(traffic=recipe.traffic, load=recipe.load, objective=recipe.objective)
-    report, _ = run_load(state.out, url, test)
+    test = LoadTest(traffic=traffic or recipe.traffic, load=recipe.load, objective=recipe.objective)
+    report, _ = run_load(state.out, url, test, key=key)
     rows = [row for row in latency_rows(report) if row[0] in ("TTFT", "ITL", "end to end")]
     state.out.table("", LATENCY_HEADS, rows)
     last = report.last
@@ -120,10 +121,16 @@ def load(state: DemoState, url: str) -> LoadReport:
 @contextmanager
 def server(home: Home, trained: Run, recipe: Path, *, show: Output) -> Iterator[tuple[str, int]]:
     """`armillary serve RUN` until the block ends; gives its address and its process once it is ready."""
+    with running(home, "serve", str(trained.folder), "--port", "0", "--recipe", str(recipe), show=show) as started:
+        yield started
+
+
+@contextmanager
+def running(home: Home, *words: str, show: Output) -> Iterator[tuple[str, int]]:
+    """A command that serves until the block ends; gives its address and its process once it is ready."""
     place = ["--home", str(home.work)] if home.work == home.cache else []
-    words = ["serve", str(trained.folder), "--port", "0", "--recipe", str(recipe), *place]
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "armillary", *words],
+        [sys.executable, "-u", "-m", "armillary", *words, *place],
         cwd=home.work,
         text=True,
         stdout=subprocess.PIPE,

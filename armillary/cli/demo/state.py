@@ -14,7 +14,7 @@ from armillary.spec.recipe import Recipe, load_recipe
 from armillary.store.home import Home
 
 RECIPE = Path(__file__).parent / "demo.toml"
-STAGES = ("measure", "plan", "train", "serve", "load", "diagnose", "lever", "report")
+STAGES = ("measure", "plan", "train", "serve", "load", "diagnose", "lever", "service", "report")
 
 
 class DemoState:

@@ -10,7 +10,7 @@ from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
 from armillary.diagnosis.outcome.compare import Comparison
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.outcome.prediction_errors import HEADS
-from armillary.diagnosis.report.demo_report import DemoReport
+from armillary.diagnosis.report.demo_report import DemoReport, Service
 from armillary.profiling.profile import Profile
 from armillary.profiling.report.profile_page import budget_bar, roofline_chart
 from armillary.report.bars import series_bars
@@ -34,7 +34,12 @@ def page(report: DemoReport) -> str:
     parts += [_stages(report), _loss(report), _budget(report), _goodput(report), _roofline(report.profile)]
     parts += [_latency(report)]
     parts += [_diagnosis(diagnosis, report.pulled) for diagnosis in report.diagnoses]
-    parts += [_pulled(report), _predicted(report), section("Notes", items(report.notes, kind="note"))]
+    parts += [
+        _pulled(report),
+        _service(report.service),
+        _predicted(report),
+        section("Notes", items(report.notes, kind="note")),
+    ]
     return document(f"{report.title}: demo", parts)
 
 
@@ -131,6 +136,27 @@ def _rates(report: LoadReport) -> str:
         f"{last.offered_per_s:.3g} requests/s offered, {last.requests_per_s:.3g} completed, "
         f"{last.tokens_out_per_s:,.0f} tokens/s out, {last.failed} failed"
     )
+
+
+def _service(service: Service | None) -> str:
+    """Requests per replica, the promotion, and what the gateway adds."""
+    if service is None:
+        return ""
+    rows = [(name, [float(requests)]) for name, requests in service.replicas]
+    plot = series_bars(rows, ["requests"], label="Requests per replica", text=lambda value: f"{value:.0f} requests")
+    last, (before, after) = service.load.last, service.releases
+    added = [
+        f"{seconds_text(value)} ({name})"
+        for name, value in (("p50", service.added_p50_s), ("p99", service.added_p99_s))
+        if value is not None
+    ]
+    facts = [
+        f"{after} was promoted over {before} under load; all served it {seconds_text(service.promoted_s)} later",
+        f"{last.requests} requests, {last.failed} failed; TTFT p50 {seconds_text(last.ttft.p50_s)}, "
+        f"p99 {seconds_text(last.ttft.p99_s)}",
+        f"a request is in the gateway for {' and '.join(added) or 'an unknown time'} before it is sent on",
+    ]
+    return section("As a service: registry, gateway and replicas", plot + items(facts))
 
 
 # --- levers

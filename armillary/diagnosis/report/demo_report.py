@@ -34,6 +34,22 @@ class Served:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Service:
+    """A service of several replicas under load, while another release was promoted."""
+
+    replicas: tuple[tuple[str, int], ...]
+    """name and requests of each"""
+    releases: tuple[str, str]
+    """before and after the promotion"""
+    promoted_s: float
+    """from the promotion until every replica served the new release"""
+    added_p50_s: float | None
+    """time in the gateway until a request is sent on"""
+    added_p99_s: float | None
+    load: LoadReport
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoReport:
     """What a demo predicted, measured, diagnosed and changed; an interrupted one has less of it."""
 
@@ -48,6 +64,7 @@ class DemoReport:
     served_after: Served | None = None  # the same with a lever applied
     diagnoses: tuple[Diagnosis, ...] = ()  # of the training run and of the server
     pulled: tuple[Comparison, ...] = ()  # levers that were pulled, with what they brought
+    service: Service | None = None
     notes: tuple[str, ...] = ()
 
     @property

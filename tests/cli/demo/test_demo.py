@@ -10,16 +10,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from armillary.cli.demo.ceilings import ALONE, ceilings_text, is_known, sections
+from armillary.cli.demo.service_and_promotion import recipe_of
 from armillary.cli.demo.state import RECIPE, STAGES, fitting
+from armillary.cli.up import read_service
 from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.machine.device_name import device_name
-from armillary.spec.recipe import load_recipe
+from armillary.spec.recipe import load_recipe, to_toml
 from armillary.spec.toml.fields import build
 from armillary.store.home import Home
 from armillary.store.peaks import Peaks, new_peaks, save_peaks
@@ -104,6 +108,14 @@ def test_once_round(tmp_path: Path, fork_server: ForkServer) -> None:
     _levers_worth_it_were_pulled(answer)
     page = (tmp_path / "demo.html").read_text()
     assert f"interrupted after step {stop}, resumed" in page and "Time to first token" in page
+    _a_promotion_dropped_nothing(answer["service"])
+    assert "As a service" in page and "demo:2 was promoted over demo:1" in page
+
+
+def _a_promotion_dropped_nothing(service: dict[str, Any]) -> None:
+    assert service["releases"] == ["demo:1", "demo:2"] and service["failed"] == 0
+    assert len(service["replicas"]) == 2 and sum(count for _, count in service["replicas"]) >= service["requests"]
+    assert 0 < service["added_p50_s"] <= service["added_p99_s"]
 
 
 def _every_prediction_is_checked(answer: dict[str, object]) -> None:
@@ -136,7 +148,7 @@ def test_on_two_ranks_in_words(tmp_path: Path) -> None:
     ran = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=240, env=_env())
     assert ran.returncode == 0, ran.stderr
     for said in (
-        "[1/8] measure",
+        "[1/9] measure",
         "20 steps on 2 ranks",
         "Ctrl-C after step 8",
         "stopped after",
@@ -145,7 +157,7 @@ def test_on_two_ranks_in_words(tmp_path: Path) -> None:
         "ready on http://",
         "TTFT",
         "throughput",
-        "[8/8] report",
+        "[9/9] report",
         "demo finished in",
         "armillary-demo.html",
     ):
@@ -203,3 +215,14 @@ def test_what_a_rank_has_of_the_cores_is_measured_too(monkeypatch: pytest.Monkey
 
 def _env() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_the_service_has_the_release_and_what_the_first_server_found_out(tmp_path: Path) -> None:
+    plan = SimpleNamespace(serve=SimpleNamespace(threads=4), layout=SimpleNamespace(precision="fp32"))
+    served = SimpleNamespace(reading=SimpleNamespace(plan=plan))
+    state = SimpleNamespace(recipe=load_recipe(RECIPE), report=SimpleNamespace(served=served))
+    file = tmp_path / "service.toml"
+    file.write_text(to_toml(recipe_of(state)))  # type: ignore[arg-type]
+    recipe, _ = read_service(file, ())
+    assert recipe.model.source == "registry:demo@production" and recipe.fleet.replicas == 2
+    assert (recipe.serve.threads, recipe.serve.dtype, recipe.serve.prefix_cache) == (2, "fp32", True)

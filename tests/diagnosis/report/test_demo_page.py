@@ -20,7 +20,7 @@ def test_it_is_whole_and_loads_nothing() -> None:
     assert tags.open == [] and "$" not in re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
     assert not {"script", "link", "img", "iframe"} & set(tags.seen)
     assert "http" not in text and "url(" not in text and "@import" not in text
-    assert tags.seen.count("section") == 9
+    assert tags.seen.count("section") == 10
 
 
 def test_every_plot_is_there() -> None:
@@ -50,11 +50,23 @@ def test_every_prediction_is_there() -> None:
     assert cells["ttft_p50_s"][1] != "not measured"  # the clients measured it
 
 
+def test_the_service_is_shown_with_its_promotion() -> None:
+    text = page(made_report())
+    for said in (
+        "23 requests",
+        "17 requests",
+        "demo:2 was promoted over demo:1",
+        "40 requests, 0 failed",
+        "3.1 ms (p99)",
+    ):
+        assert said in text, said
+
+
 @pytest.mark.parametrize(
     "found",
     [
         DemoReport(title="x", created="now"),
-        made_report(profile=None, served_after=None, pulled=()),
+        made_report(profile=None, served_after=None, pulled=(), service=None),
         made_report(diagnoses=(), pulled=(), served=None, served_after=None),
         made_report(training=None, records=(), stops=()),
     ],
