@@ -46,6 +46,8 @@ from armillary.serving.http.server import (
 from armillary.store.ed25519 import public_keys
 
 _DRAIN_S = 30
+_BACKLOG = 2048
+"""connections that wait to be accepted, as many as uvicorn's"""
 _GC_THRESHOLDS = (1_500, 3, 20)
 """new objects between collections, and collections of each generation per one of the next. An open stream is about 55
 objects, and a collection looks at 1,000 in 0.5 to 1.5 ms, during which all streams wait: with 10,000 objects the pauses
@@ -151,6 +153,7 @@ async def _serve(
     def drain() -> None:
         gateway.draining = True
 
+    sock.listen(_BACKLOG)  # so that who reads the line is not refused
     say(f"ready on {address_of(sock, tls)} with {', '.join(models.names)}")
     try:
         await serve_until_signal(server, sock, drain=drain)
