@@ -164,7 +164,7 @@ def expand_kernel(
             if tl.max(own.to(tl.int32), 0) > 0:  # most tiles of QKV are of one part
                 inner = tl.zeros((ROWS, RANK), tl.float32)
                 for split in tl.static_range(SPLITS):
-                    at = split * T.to(tl.int64) * R + row[:, None] * R + p * rank + r[None, :]
+                    at = (tl.full([], split, tl.int64) * T + row[:, None]) * R + p * rank + r[None, :]
                     inner += tl.load(inner_ptr + at, mask=(place[:, None] < end) & (r[None, :] < rank), other=0.0)
                 added = tl.dot(inner.to(b.dtype), b, input_precision=EXACT)
                 acc += tl.where(own[None, :], added, 0.0)
