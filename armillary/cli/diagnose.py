@@ -12,7 +12,7 @@ import click
 
 from armillary.cli import completion
 from armillary.cli.output import Output, path_text
-from armillary.cli.scaling_text import say_scaling
+from armillary.cli.run_sizes_text import say_run_sizes
 from armillary.cli.verb_decorator import VerbGroup
 from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
 from armillary.diagnosis.outcome.track_record import TrackRecord, read_record
@@ -79,7 +79,7 @@ def look(
     if len(targets) > 1:
         if number is not None or alerts is not None or watch is not None:
             raise BadInput("--apply, --alerts and --watch are for one run; name one")
-        return say_scaling(out, home, targets)
+        return say_run_sizes(out, home, targets)
     if watch is not None:
         if number is not None or alerts is not None:
             raise BadInput("--watch only looks; leave out --apply and --alerts")

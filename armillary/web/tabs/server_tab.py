@@ -18,7 +18,7 @@ from armillary.report.page import section, table
 from armillary.store.home import Home
 from armillary.units import seconds_text
 from armillary.web.form import Field, Query, View, value_of
-from armillary.web.tabs.scaling import scaling
+from armillary.web.tabs.scaling_decisions import scaling_decisions
 
 URL = Field(name="url", label="Server", default="http://127.0.0.1:8000", wide=True)
 REFRESH_S = 2.0
@@ -61,8 +61,8 @@ class ServeTab:
             scrapes = self._scrape(url)
         except ArmillaryError as error:
             seen = url in self._scrapes  # then the last result stays
-            return View(html="" if seen else scaling(home), errors={"url": str(error)}, refresh_s=REFRESH_S)
-        return View(html=_now(url, scrapes) + _charts(scrapes) + scaling(home), refresh_s=REFRESH_S)
+            return View(html="" if seen else scaling_decisions(home), errors={"url": str(error)}, refresh_s=REFRESH_S)
+        return View(html=_now(url, scrapes) + _charts(scrapes) + scaling_decisions(home), refresh_s=REFRESH_S)
 
     def _scrape(self, url: str) -> list[Scrape]:
         """One more scrape of the server, after those that were taken before."""

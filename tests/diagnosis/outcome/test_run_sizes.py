@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from armillary.diagnosis.outcome.scaling import scaling
+from armillary.diagnosis.outcome.run_sizes import compare_sizes
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.torchtitan import read_torchtitan
 from armillary.errors import BadInput
@@ -27,7 +27,7 @@ def test_communication_that_leaves_the_node_is_the_boundary() -> None:
         of_size(8, 1.0, comm_exposed_s=0.02),
         of_size(16, 1.5, comm_exposed_s=0.5),
     ]
-    found = scaling(runs)
+    found = compare_sizes(runs)
     assert [run.devices for run in found.runs] == [8, 16, 32]
     boundary = found.boundary
     assert boundary is not None and (boundary.before.devices, boundary.after.devices) == (8, 16)
@@ -37,12 +37,12 @@ def test_communication_that_leaves_the_node_is_the_boundary() -> None:
 
 
 def test_sizes_that_keep_their_speed_have_no_boundary() -> None:
-    found = scaling([of_size(8, 1.0), of_size(16, 1.01), of_size(64, 1.02)])
+    found = compare_sizes([of_size(8, 1.0), of_size(16, 1.01), of_size(64, 1.02)])
     assert found.boundary is None and "64 devices keep 98%" in found.says
 
 
 def test_a_loader_that_feeds_all_devices_is_named() -> None:
-    found = scaling([of_size(8, 1.0, data_wait_s=0.01), of_size(16, 1.4, data_wait_s=0.4)])
+    found = compare_sizes([of_size(8, 1.0, data_wait_s=0.01), of_size(16, 1.4, data_wait_s=0.4)])
     assert found.boundary is not None and found.boundary.part == "data_wait"
 
 
@@ -53,13 +53,13 @@ def test_logs_of_torchtitan_are_sizes_too() -> None:
         )
         for devices, s in ((8, 1.0), (64, 1.3))
     )
-    found = scaling([large, small])
+    found = compare_sizes([large, small])
     assert [run.devices for run in found.runs] == [8, 64]
     assert found.boundary is not None and found.boundary.part == "work", "a log says no more"
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(BadInput, match="both ran on 8"):
-        scaling([of_size(8, 1.0), of_size(8, 1.1)])
+        compare_sizes([of_size(8, 1.0), of_size(8, 1.1)])
     with pytest.raises(BadInput, match="on how many devices"):
-        scaling([reading_of(), of_size(8, 1.0)])
+        compare_sizes([reading_of(), of_size(8, 1.0)])

@@ -75,7 +75,7 @@ class Boundary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaling:
+class RunSizes:
     """What became of a job as it grew."""
 
     runs: tuple[SizedRun, ...]
@@ -92,7 +92,7 @@ class Scaling:
         return f"{last.devices} devices keep {share:.0%} of the speed per device that {first.devices} have: no boundary"
 
 
-def scaling(readings: Sequence[Reading]) -> Scaling:
+def compare_sizes(readings: Sequence[Reading]) -> RunSizes:
     """The runs by size, and the steepest drop between two of them."""
     runs = sorted((sized_run(reading) for reading in readings), key=lambda run: run.devices)
     for before, after in pairwise(runs):
@@ -102,7 +102,7 @@ def scaling(readings: Sequence[Reading]) -> Scaling:
             )
     drops = [_boundary(before, after) for before, after in pairwise(runs)]
     worst = max(drops, key=lambda drop: drop.loss)
-    return Scaling(runs=tuple(runs), boundary=worst if worst.loss >= SCALING_LOSS_SHARE else None)
+    return RunSizes(runs=tuple(runs), boundary=worst if worst.loss >= SCALING_LOSS_SHARE else None)
 
 
 def sized_run(reading: Reading) -> SizedRun:

@@ -17,7 +17,7 @@ LOG = "decisions.jsonl"
 SHOWN_SERVICES, SHOWN_CHANGES = 4, 10
 
 
-def scaling(home: Home) -> str:
+def scaling_decisions(home: Home) -> str:
     """A section for each of the services whose logs were written last; empty where there is none."""
     logs = sorted((home.work / "services").glob(f"*/{LOG}"), key=lambda path: path.stat().st_mtime, reverse=True)
     return "".join(_service(log) for log in logs[:SHOWN_SERVICES])

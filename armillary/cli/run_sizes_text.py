@@ -11,12 +11,12 @@ SHOWN_PART = 0.005
 """share below which a part of the time is left out"""
 
 
-def say_scaling(out: Output, home: Home, targets: Sequence[str]) -> None:
+def say_run_sizes(out: Output, home: Home, targets: Sequence[str]) -> None:
     """A table of the sizes, and where the speed per device drops."""
-    from armillary.diagnosis.outcome.scaling import PARTS, scaling
+    from armillary.diagnosis.outcome.run_sizes import PARTS, compare_sizes
     from armillary.diagnosis.readings.open_reading import open_reading
 
-    result = scaling([open_reading(target, home) for target in targets])
+    result = compare_sizes([open_reading(target, home) for target in targets])
     first = result.runs[0].tokens_per_s_per_device
     rows = []
     for run in result.runs:
