@@ -75,6 +75,20 @@ def test_every_verb_explains_itself_without_torch() -> None:
     assert all(f"armillary {name}" in done.stdout for name in VERBS)
 
 
+def test_a_plan_imports_nothing_heavy() -> None:
+    """Half a second is the aim: scipy alone takes 0.3, and BLAS threads, which plans do not use, 0.05."""
+    code = (
+        "import os, sys\nfrom armillary.cli.main import main\n"
+        "assert main('plan --model llama-3-8b --on h100x8 --quiet'.split()) == 0\n"
+        "assert main('plan --for serve --model llama-3-8b --on h100 --quiet'.split()) == 0\n"
+        "print('heavy:', *[m for m in ('torch', 'scipy', 'pydantic', 'rich') if m in sys.modules])\n"
+        "print('threads:', os.environ.get('OPENBLAS_NUM_THREADS'), len(os.listdir('/proc/self/task')))"
+    )
+    kept = {key: value for key, value in os.environ.items() if key != "OPENBLAS_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True, env=kept)
+    assert done.stdout.splitlines()[-2:] == ["heavy:", "threads: None 1"]
+
+
 def test_version(cli: Cli) -> None:
     assert cli("--version").out == f"armillary {__version__}\n"
 

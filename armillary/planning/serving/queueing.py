@@ -16,7 +16,7 @@ only prefills or only decodes (disaggregated pools) has the other part at zero.
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, log, sqrt
+from math import ceil, exp, lgamma, log, sqrt
 
 import numpy as np
 
@@ -198,10 +198,18 @@ def _prefill_added_s(server: Server, arrivals: float, quantile: float) -> float:
 
 
 def _poisson_quantile(mean: float, quantile: float) -> int:
-    """Smallest n with P(N ≤ n) ≥ quantile, at most `_MOST_PROMPTS`."""
-    from scipy.special import pdtr  # slow to import
+    """Smallest n with P(N ≤ n) ≥ quantile, at most `_MOST_PROMPTS`.
 
-    return int(np.searchsorted(pdtr(np.arange(_MOST_PROMPTS), mean), quantile))
+    Each term e^(−mean)·meanⁿ/n! comes from its logarithm: e^(−mean) alone is 0 in double precision from a mean of 746.
+    """
+    if mean <= 0:
+        return 0
+    below = 0.0
+    for count in range(_MOST_PROMPTS):
+        below += exp(count * log(mean) - mean - lgamma(count + 1))
+        if below >= quantile:
+            return count
+    return _MOST_PROMPTS
 
 
 def _waiting(server: Server, rate: float, running: float, decode: float) -> tuple[float, float] | None:

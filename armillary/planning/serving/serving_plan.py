@@ -1,8 +1,11 @@
 """Serving plan: the chosen way to serve a model, priced, as a Plan that every engine can read."""
 
+from __future__ import annotations
+
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from armillary.errors import ArmillaryError, BadInput
 from armillary.planning.device_model.measured_peaks import cpu_peaks
@@ -27,7 +30,9 @@ from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_dict
 from armillary.spec.toml.fields import to_plain
 from armillary.store.home import Home
-from armillary.store.stored_weights import StoredWeights, stored_weights
+
+if TYPE_CHECKING:  # a model of the catalogue has no files to read
+    from armillary.store.stored_weights import StoredWeights
 
 _PRECISIONS: dict[str, Precision] = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "fp4": "fp8"}
 """dtype of GEMMs -> precision of a layout; fp4 becomes fp8 and is noted"""
@@ -194,9 +199,12 @@ def _request(problem: TrainingProblem, cluster: Cluster, home: Home) -> Request:
 
 def _quantized(recipe: Recipe) -> StoredWeights | None:
     """The files of the recipe's model, where they are a quantized checkpoint on this machine, taken as it is."""
-    if recipe.model.overrides or not recipe.model.source:
+    source = recipe.model.source
+    if recipe.model.overrides or not source or not Path(source).exists():
         return None
-    stored = stored_weights(recipe.model.source)
+    from armillary.store.stored_weights import stored_weights
+
+    stored = stored_weights(source)
     return stored if stored is not None and stored.format else None
 
 

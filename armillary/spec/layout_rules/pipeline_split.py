@@ -103,6 +103,8 @@ def _sums(values: list[float]) -> list[float]:
 def _least(sums: list[float], num_chunks: int, row: Callable[[float], _Row]) -> float:
     """The smallest limit with which `num_chunks` chunks hold all places."""
     low, high = sums[-1] / num_chunks, sums[-1]
+    if num_chunks == 1:
+        return high
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if row(middle).fits(num_chunks) else (middle, high)

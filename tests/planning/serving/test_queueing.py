@@ -9,7 +9,7 @@ import pytest
 
 from armillary.planning.serving.capacity import sustainable
 from armillary.planning.serving.forward_ops import Split
-from armillary.planning.serving.queueing import Server, operating_point
+from armillary.planning.serving.queueing import Server, _poisson_quantile, operating_point
 from armillary.planning.serving.replica import Replica
 from armillary.spec import catalogue
 from armillary.spec.tables.serve import Objective, Serve, Traffic
@@ -78,3 +78,12 @@ def test_formulas_agree_with_the_slow_twin(name: str, share: float) -> None:
     assert found.ttft_p50_s == pytest.approx(np.median(seen.ttft), rel=0.25)
     assert found.ttft_p99_s == pytest.approx(np.percentile(seen.ttft, 99), rel=0.35)
     assert found.itl_p99_s >= 0.85 * np.percentile(seen.gaps, 99)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e-6, 0.3, 0.7, 4.2, 31.0, 450.0, 800.0])
+@pytest.mark.parametrize("quantile", [0.5, 0.99])
+def test_poisson_quantile(mean: float, quantile: float) -> None:
+    """Against scipy's distribution; from a mean of 746 e^(-mean) is no double, and near 1,000 the answer is capped."""
+    from scipy.stats import poisson
+
+    assert _poisson_quantile(mean, quantile) == min(1000, max(0, int(poisson.ppf(quantile, mean))))
