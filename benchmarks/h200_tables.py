@@ -1,13 +1,15 @@
 """Sixteen configurations of one H200, drawn by a seed and predicted before they run: eight trainings, eight servers.
 
     python -m benchmarks.h200_tables draw --seed N     draws and predicts; writes h200_tables.json, to be committed
-    python -m benchmarks.h200_tables train             on the GPU: trains the eight (about 8 minutes)
-    python -m benchmarks.h200_tables serve             on the GPU: serves the eight (about 8 minutes)
+    python -m benchmarks.h200_tables train             on the GPU: trains the eight
+    python -m benchmarks.h200_tables serve             on the GPU: serves the eight
     python -m benchmarks.h200_tables table             predicted beside measured; exits with 1 above 8 and 15 %
 
 Predictions rest on the catalogue alone: nothing of the GPU is measured before. A training is judged by its median step,
 a server at a rate by its median time between tokens, and one that gets everything at once by its tokens per second.
-Measurements go into h200_tables.measured.json, which names the commit of the predictions.
+Measurements go into h200_tables.measured.json (--to FILE), which names the commit of the predictions. The file is
+written after every configuration, none begins after --seconds (default 420), and a second call measures what is
+missing: a machine that is lent for ten minutes loses nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -164,29 +167,28 @@ def serving_tables(name: str, shape: tuple[int, int], rows: int, rate: float) ->
 # --- measuring, on the GPU
 
 
-def measure(which: str, drawn: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every configuration of a table; one that fails says so and the others go on."""
+def measure(which: str, drawn: Mapping[str, Any], known: dict[str, Any], target: Path, *, seconds: float) -> None:
+    """Every configuration of a table that is not known yet; one that fails says so and the others go on."""
     import torch
 
     one: Callable[[Mapping[str, Any], Home], dict[str, float]] = {"train": trained, "serve": served}[which]
-    found: list[dict[str, Any]] = []
-    for row in drawn[which]:
+    found: list[dict[str, Any]] = known.setdefault(which, [{} for _ in drawn[which]])
+    begin = time.monotonic()
+    for index, row in enumerate(drawn[which]):
+        if found[index] or time.monotonic() - begin > seconds:
+            continue
         gc.collect()
         torch.cuda.empty_cache()
-        home, begin = Home.at(tempfile.mkdtemp(prefix="armillary-h200-")), time.monotonic()
+        home, at = Home.at(tempfile.mkdtemp(prefix="armillary-h200-")), time.monotonic()
         try:
-            found.append(one(row, home))
+            found[index] = one(row, home)
         except Exception as error:  # the other configurations are still worth their minutes
-            found.append({"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
-        print(
-            row["kind"],
-            row["tables"]["model"]["name"],
-            row["predicted"],
-            found[-1],
-            f"{time.monotonic() - begin:.0f} s",
-            flush=True,
-        )
-    return found
+            found[index] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+        target.write_text(json.dumps(known, indent=1) + "\n")
+        name, took = row["tables"]["model"]["name"], time.monotonic() - at
+        print(row["kind"], name, row["predicted"], found[index], f"{took:.0f} s", flush=True)
+    left = sum(not each for each in found)
+    print(f"{left} of {len(found)} are left for another call" if left else f"all {len(found)} are measured")
 
 
 def trained(row: Mapping[str, Any], home: Home, device: str | None = None) -> dict[str, float]:
@@ -233,7 +235,8 @@ def table(drawn: Mapping[str, Any], measured: Mapping[str, Any]) -> int:
             gauge = next(iter(row["predicted"]))
             name = row["tables"]["model"]["name"]
             if gauge not in seen:
-                print(f"| {row['kind']} | {name} | {gauge} | {row['predicted'][gauge]:.4g} | {seen.get('failed')} | |")
+                why = seen.get("failed", "not measured")
+                print(f"| {row['kind']} | {name} | {gauge} | {row['predicted'][gauge]:.4g} | {why} | |")
                 continue
             errors.append(row["predicted"][gauge] / seen[gauge] - 1)
             cells = f"{row['predicted'][gauge]:.4g} | {seen[gauge]:.4g} | {errors[-1]:+.1%}"
@@ -246,6 +249,8 @@ def table(drawn: Mapping[str, Any], measured: Mapping[str, Any]) -> int:
 
 def commit_of(path: Path) -> str:
     """The commit that holds the predictions; empty where there is no git."""
+    if shutil.which("git") is None:
+        return ""
     asked = ["git", "log", "-1", "--format=%h %cI", "--", str(path)]
     done = subprocess.run(asked, capture_output=True, text=True, cwd=path.parent)
     return done.stdout.strip()
@@ -256,6 +261,7 @@ def main() -> int:
     parser.add_argument("what", choices=("draw", "train", "serve", "table"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--to", type=Path, default=MEASURED, help="where measurements are written")
+    parser.add_argument("--seconds", type=float, default=420, help="no configuration begins after so many")
     asked = parser.parse_args()
     if asked.what == "draw":
         DRAWN.write_text(json.dumps(draw(asked.seed), indent=1) + "\n")
@@ -264,8 +270,8 @@ def main() -> int:
     known = json.loads(asked.to.read_text()) if asked.to.is_file() else {}
     if asked.what == "table":
         return table(drawn, known)
-    known |= {asked.what: measure(asked.what, drawn), "predictions": commit_of(DRAWN)}
-    asked.to.write_text(json.dumps(known, indent=1) + "\n")
+    known["predictions"] = commit_of(DRAWN)
+    measure(asked.what, drawn, known, asked.to, seconds=asked.seconds)
     return 0
 
 

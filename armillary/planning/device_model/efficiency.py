@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # the store's locks and sockets are slow to import
 TILE = 128 * 256
 """output elements per thread block of a large GEMM (cuBLAS and CUTLASS on Ampere and later)"""
 HEAD_DIM, SEQUENCE = 24, 300
-"""head dim and keys at which attention loses half its speed against long ones (FlashAttention-2, figures 4 to 6);
-generations whose matrix units outran their exponentials have a head dim of their own in efficiency.toml"""
+"""head dim and keys at which attention loses half its speed against long ones (FlashAttention-2 on Hopper, see
+efficiency.toml); generations whose matrix units outran their exponentials have a head dim of their own there"""
 SLOWEST = 0.3
 """least rate of norms, activations and losses over that of copies, on an otherwise idle machine"""
 TORCH_CALL_S = 4.4e-6
