@@ -86,14 +86,14 @@ def wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
             time.sleep(0.2)
 
 
-def parts_of(trace: Path, folder: Path, seconds: float) -> list[Path]:
-    """Two consecutive parts of a trace, of so many of its seconds each."""
+def parts_of(trace: Path, folder: Path, seconds: float, skip_s: float) -> list[Path]:
+    """Two consecutive parts of a trace, of so many of its seconds each, from `skip_s` on."""
     from armillary.serving.load.trace import read_trace
 
     rows = read_trace(trace)
     parts = []
     for number in range(2):
-        begin = number * seconds
+        begin = skip_s + number * seconds
         lines = [
             f'{{"timestamp": {1000 * (row.at_s - begin):.0f}, "input_length": {row.tokens_in}, '
             f'"output_length": {row.tokens_out}}}'
@@ -122,7 +122,7 @@ def simulated(fitted: Reading, judged: Reading, home: Home) -> FleetOutcome:
     return FleetOutcome(case, case.run())
 
 
-def judge(setting: Setting, trace: Path, folder: Path) -> None:
+def judge(setting: Setting, trace: Path, folder: Path, skip_s: float) -> None:
     """Two measured runs, unless they are there, and the comparison."""
     from benchmarks.engine_start import make
 
@@ -130,13 +130,19 @@ def judge(setting: Setting, trace: Path, folder: Path) -> None:
     if len(list_runs(home)) < 2:
         folder.mkdir(parents=True, exist_ok=True)
         make(folder / "model", setting.model, setting.device)
-        for part in parts_of(trace, folder, (setting.seconds + 2) * setting.speed):
+        for part in parts_of(trace, folder, (setting.seconds + 2) * setting.speed, skip_s):
             measured_run(folder / "home", folder / "model", setting, part)
     fitted, judged = (
         read_run(run, home) for run in sorted(list_runs(home), key=lambda run: run.gauges.stat().st_mtime)[-2:]
     )
-    outcome = simulated(fitted, judged, home)
-    print(f"{setting.model} on {setting.device}: {len(judged.requests)} requests; step times {outcome.case.cost.basis}")
+    rate = judged.get("requests_per_s") or 0.0
+    print(f"{setting.model} on {setting.device}: {len(judged.requests)} requests, {rate:.1f} per second")
+    compare("step times of the part before", judged, simulated(fitted, judged, home))
+    compare("step times of the same run, as armillary simulate --from RUN", judged, simulated(judged, judged, home))
+
+
+def compare(name: str, judged: Reading, outcome: FleetOutcome) -> None:
+    print(f"{name}: {outcome.case.cost.basis}")
     for gauge, limit in LIMITS.items():
         real, virtual = judged.get(gauge) or 0.0, outcome.gauges[gauge]
         error = virtual / real - 1
@@ -152,13 +158,15 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--speed", type=float, help="of the trace's clock: another arrival rate")
+    parser.add_argument("--skip", type=float, default=0.0, help="seconds of the trace before the first part")
     parser.add_argument("--seconds", type=float, help="of each of the two runs")
     parser.add_argument("--keep", type=Path, help="folder where the runs stay, and are taken from the next time")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         for setting in (SMALL if args.small else GPU) if args.gpu else CPU:
-            changed = replace(setting, seconds=args.seconds or setting.seconds)
-            judge(changed, args.trace, (args.keep or Path(name)) / f"{setting.model}-{setting.speed:g}")
+            changed = replace(setting, seconds=args.seconds or setting.seconds, speed=args.speed or setting.speed)
+            judge(changed, args.trace, (args.keep or Path(name)) / f"{changed.model}-{changed.speed:g}", args.skip)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ from armillary.store.peaks import Peaks
 from armillary.units import bytes_text
 
 Phase = Callable[[str, float], None]  # (part of an engine's start, its seconds)
-_CALIBRATION_S = {"cuda": 0.5, "cpu": 1.0}  # time for step calibration at the start, where records are kept
+_CALIBRATION_S = {"cuda": 0.5, "cpu": 1.5}  # time for step calibration at the start, where records are kept
 _SPARE = 0.25  # fraction of free memory that a second copy of the weights may take on a CPU
 
 

@@ -63,11 +63,12 @@ class EngineThread:
     ) -> None:
         """Queue a request; `deliver` gets its deltas, in the engine's thread. BadInput where it cannot be served; a
         full queue or a duplicate id gives a delta with finish = error."""
+        arrived_s = self._clock()
         sequences = self.engine.scheduler.request_table.prepare(request, constraint)
         with self._lock:
             if self._stopping or self._closed:
                 raise BadInput("the engine is stopping; ask another one")
-            self._inbox.put(lambda: self._enter(sequences, deliver))
+            self._inbox.put(lambda: self._enter(sequences, deliver, arrived_s))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Abort a request: its last deltas say so. With an `index`, only end that completion."""
@@ -155,9 +156,10 @@ class EngineThread:
         except queue.Empty:
             return
 
-    def _enter(self, sequences: list[Sequence], deliver: Deliver | None) -> None:
+    def _enter(self, sequences: list[Sequence], deliver: Deliver | None, arrived_s: float) -> None:
+        """Queue a request that has waited since `arrived_s` for the step under way to end."""
         try:
-            self.engine.scheduler.request_table.enter(sequences, self._clock())
+            self.engine.scheduler.request_table.enter(sequences, arrived_s)
         except BadInput as error:
             deltas = [
                 OutputDelta(sequence=seq, tokens=(), text="", finish="error", error=str(error)) for seq in sequences

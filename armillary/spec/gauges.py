@@ -276,6 +276,9 @@ _PRODUCT: _Rows = (
     ("context_tokens", "tokens", "keys that the decodes of an engine step read"),
     ("prefill_pairs", "pairs", "pairs of query and key in the prompts of an engine step"),
     ("prefill_past", "tokens", "tokens of these prompts that were computed or cached before the engine step"),
+    ("temperature", "", "sampling temperature of a request, where it is above 0"),
+    ("drawn_tokens", "tokens", "tokens of the engine step that are drawn at a temperature above 0"),
+    ("recorded_steps", "steps", "engine steps that this record stands for: the earlier ones of them were not recorded"),
     ("calibration_step_s", "s", "time of an engine step of a given shape, run before the first request"),
     ("expert_tokens_total", "tokens", "choices of an expert for a token in serving, over all layers and experts"),
     (

@@ -27,6 +27,7 @@ class StepWork(NamedTuple):
     prefill_pairs: float = 0  # (query, key) pairs of the prefill chunks
     prefill_rows: float = 0
     prefill_past: float = 0  # prompt tokens before the chunks, computed earlier or found in the prefix cache
+    drawn_tokens: float = 0  # tokens drawn at a temperature above 0, instead of the likeliest
 
     @staticmethod
     def of(record: Mapping[str, Any]) -> StepWork:
@@ -128,10 +129,11 @@ class Decision:
     def work(self) -> StepWork:
         decodes, chunks = len(self.decodes), self.chunks
         keys = sum(self.positions) + decodes
+        drawn = len([seq for seq in self.sampling if seq.request.params.temperature])
         if not chunks:
-            return StepWork(0, decodes, keys)
+            return StepWork(0, decodes, keys, drawn_tokens=drawn)
         past = sum([chunk.start for chunk in chunks])
-        return StepWork(self.num_prefill_tokens, decodes, keys, self.num_prefill_pairs, len(chunks), past)
+        return StepWork(self.num_prefill_tokens, decodes, keys, self.num_prefill_pairs, len(chunks), past, drawn)
 
     def text(self) -> str:
         """One line for logs."""

@@ -97,6 +97,8 @@ def request_gauges(seq: Sequence) -> dict[str, float]:
         "arrived_s": seq.arrived_at,
         "request_number": seq.number,
     }
+    if seq.request.params.temperature:
+        gauges["temperature"] = seq.request.params.temperature
     if seq.shared_prefix:
         gauges |= {"repeated_tokens": seq.shared_prefix, "prefix_source_request": seq.prefix_source}
     end = seq.finished_at
@@ -135,15 +137,18 @@ class GaugeLog:
         self.step_interval = 1  # one in so many steps is recorded
         self._lasting: list[Mapping[str, Any]] = []
         """records of neither a step nor a request: written again when old ones are cut off"""
-        self._seen = 0
+        self._seen = self._unrecorded = 0
         self._counted, self._since = 0, time.monotonic()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
 
     def record(self, gauges: Mapping[str, Any], *, step: int | None = None, request: str | None = None) -> None:
         """Called in the engine's thread; never blocks."""
-        if step is not None and not self._takes():
-            return
+        if step is not None:
+            self._unrecorded += 1
+            if not self._takes():
+                return
+            gauges, self._unrecorded = {**gauges, "recorded_steps": self._unrecorded}, 0
         try:
             self._queue.put_nowait((gauges, step, request, time.time()))
         except queue.Full:

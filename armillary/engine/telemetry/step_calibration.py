@@ -23,6 +23,7 @@ REPEATS = 2  # timed runs of each shape; the fastest counts
 SIZES = (16, 128, 1024)  # tokens of a prefill chunk
 PASTS = (512, 4096)  # tokens before the chunk, at most
 ROWS = (1, 8, 32)
+DECODES = (2, 4, 16, 64, 128)  # more numbers of decodes: the cost of another one changes with them
 MOST = 1024
 
 
@@ -35,6 +36,7 @@ class StepShape:
     past: int = 0  # tokens before each
     decodes: int = 0
     context: int = 0  # tokens of each
+    temperature: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -65,11 +67,15 @@ def step_shapes(cache: KVCache, settings: Settings) -> Iterator[StepShape]:
     """Decodes with short and long contexts, full prompts and chunks, and both together, within the engine's limits of
     rows, tokens per step, sequence length and distinct blocks."""
     counts = [count for count in ROWS if count <= settings.max_running]
+    few = [count for count in DECODES if count <= settings.max_running]
+    yield from (StepShape(decodes=rows, context=32) for rows in few if _longest(rows, cache, settings) >= 32)
     for rows in counts:
         longest = _longest(rows, cache, settings)
         pasts = sorted({0, *(min(top, longest // 2) for top in PASTS)})
         ends = sorted({pasts[0], pasts[-1]})
         yield from (StepShape(decodes=rows, context=max(past, min(32, longest))) for past in ends if longest)
+        if longest:
+            yield StepShape(decodes=rows, context=min(32, longest), temperature=1.0)
         parts = [(size, past) for size, past in product(SIZES, pasts if rows == 1 else ends) if past + size <= longest]
         most = min(MOST, settings.max_tokens_per_step)
         yield from (StepShape(prompts=rows, size=size, past=past) for size, past in parts if rows * size <= most)
@@ -93,7 +99,7 @@ def decision_of(shape: StepShape, cache: KVCache) -> Decision:
     for row in range(rows):
         decodes = row < shape.decodes
         length = shape.context if decodes else shape.past + shape.size
-        seq = _sequence(row, length, cache)
+        seq = _sequence(row, length, cache, shape.temperature)
         decision.admitted.append(seq)
         decision.table_updates += [
             TableUpdate(row, group, 0, _blocks(row * len(cache.groups) + group, length, cache))
@@ -109,8 +115,9 @@ def decision_of(shape: StepShape, cache: KVCache) -> Decision:
     return decision
 
 
-def _sequence(row: int, length: int, cache: KVCache) -> Sequence:
-    request = Request(id=f"calibration {row}", prompt=[0] * length, params=SamplingParams(seed=0, max_tokens=1))
+def _sequence(row: int, length: int, cache: KVCache, temperature: float) -> Sequence:
+    params = SamplingParams(seed=0, max_tokens=1, temperature=temperature)
+    request = Request(id=f"calibration {row}", prompt=[0] * length, params=params)
     seq = Sequence(request, 0, Chain(root(), cache.block_tokens), length + 1, frozenset())
     seq.row = row
     return seq

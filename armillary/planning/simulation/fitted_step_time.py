@@ -1,11 +1,14 @@
 """Time of an engine step, fitted to the steps of a run: linear in its tokens, keys and (query, key) pairs.
 
-    seconds = base + prompts·p + mixed·m + tokens·b + decodes·c + context·d + pairs·e + rows·r + past·q,  all ≥ 0
+    seconds = base + prompts·p + mixed·m + tokens·b + context·d + pairs·e + rows·r + past·q + drawn·s
+              + Σ decodesᵢ·cᵢ + Σ prefillᵢ·fᵢ,  all ≥ 0
 
 `prompts` is 1 where a step has prefill (whose kernels are launched one by one), `mixed` is 1 where it has prefill and
 decodes, whose attention is computed separately. `rows` counts prefill chunks, for each of which a CPU calls its
-operators; `past` counts their earlier tokens. A decode goes through the same GEMMs as a prompt token, so it costs at
-least as much. Where the host waits for a device, the host's part of a step and the wait are fitted separately.
+operators; `past` counts their earlier tokens, `drawn` the tokens that are drawn at a temperature. A decode goes through
+the same GEMMs as a prompt token, so it costs at least as much. What more decodes and prompt tokens cost depends on how
+many there are: `decodesᵢ` and `prefillᵢ` count those between two sizes (step_columns.py). Where the host waits for a
+device, the host's part of a step and the wait are fitted separately.
 
 The fit is robust non-negative least squares on relative errors: steps far off the line (a cold start, another process)
 count less (Huber, 1964). scipy's `least_squares(loss="huber")` does not replace the loop of reweighted `nnls`, because
@@ -22,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from armillary.engine.scheduler.decision import StepWork
 from armillary.planning.device_model.vectorised_layouts import Array
+from armillary.planning.simulation.step_columns import PAST, ROWS, SEGMENTS, TOKENS, Corners, corners_of, step_columns
 from armillary.planning.simulation.step_cost import StepCost, step_noise
 
 if TYPE_CHECKING:
@@ -31,8 +34,6 @@ if TYPE_CHECKING:
 
 Calibration = tuple[Array, Array]
 """calibration steps: their columns and seconds"""
-TOKENS, PAST = 3, 8
-"""columns of the fit: tokens, and earlier tokens of prompts"""
 QUERY_TILE = 64
 """queries of a head per thread block of prefill attention"""
 LEAST_STEPS, LEAST_CALIBRATION = 12, 8
@@ -48,18 +49,26 @@ class Prior(NamedTuple):
     """Ridge prior of the coefficients."""
 
     penalty: Array
-    """per coefficient: base, prompts, mixed, tokens, decodes, context, pairs, rows, past"""
+    """per coefficient: base, prompts, mixed, tokens, context, pairs, rows, past, drawn, decodes, prefill"""
     power: int
     """exponent of the noise in the prior's weight"""
     by_kind: bool = False
     """errors are compared within steps with and without prefill, so that the rarer kind is no outlier"""
+    neighbours: Sequence[tuple[int, int]] = ()
+    """coefficients that are about the same where no steps tell them apart"""
+
+    def over(self, corners: Corners) -> Prior:
+        """With a penalty for each segment."""
+        fixed, (decodes, prefill) = self.penalty[:SEGMENTS], self.penalty[SEGMENTS:]
+        segments = [[decodes] * (len(corners.decodes) + 1), [prefill] * (len(corners.prefill) + 1)]
+        return self._replace(penalty=np.concatenate([fixed, *segments]), neighbours=corners.neighbours())
 
 
-_DEVICE = Prior(np.array([1.0, 6.0, 3.0, 1.0, 4.0, 4.0, 2.0, 4.0, 6.0]), 4)
+_DEVICE = Prior(np.array([1.0, 6.0, 3.0, 1.0, 4.0, 2.0, 4.0, 6.0, 6.0, 4.0, 4.0]), 4)
 """device time: base and tokens first, then the rest"""
-_HOST = Prior(np.array([1.0, 1.0, 4.0, 4.0, 4.0, 8.0, 8.0, 4.0, 8.0]), 4, by_kind=True)
+_HOST = Prior(np.array([1.0, 1.0, 4.0, 4.0, 8.0, 8.0, 4.0, 8.0, 8.0, 4.0, 4.0]), 4, by_kind=True)
 """host time beside a device: kernel launches, whose number hardly depends on tokens"""
-_ALONE = Prior(np.array([1.0, 12.0, 12.0, 1.0, 4.0, 6.0, 2.0, 2.0, 6.0]), 3)
+_ALONE = Prior(np.array([1.0, 12.0, 12.0, 1.0, 6.0, 2.0, 2.0, 6.0, 6.0, 4.0, 4.0]), 3)
 """a CPU, busy all along: operator calls per row and GEMMs per token. That a step has prefill at all costs nothing more,
 although in a run of similar steps it could seem so"""
 _CALIBRATION_WEIGHT = 0.1
@@ -70,6 +79,9 @@ _STALL = 3.0
 """a step that took this many times the expected time was delayed by something else"""
 _HUBER_LIMIT = 1.345
 """residuals beyond so many deviations count less: 95 % efficiency for normal errors (Huber)"""
+_EVEN = 0.02
+"""weight of slopes that are the same in neighbouring segments, over that of the steps; it only matters where few steps
+are beyond a corner"""
 _WARM_UP = 2
 """first steps are left out where there are enough: kernels are chosen and memory is first touched in them"""
 
@@ -94,29 +106,34 @@ def fit_step_cost(
     if len(known) < LEAST_STEPS:
         return None
     known = known[:: -(-len(known) // _MOST_STEPS)]
-    parts, taken = _columns(known, least), np.array([float(step["engine_step_s"]) for step in known])
+    corners = corners_of(known, calibration)
+    parts, taken = step_columns(known, least, corners), np.array([float(step["engine_step_s"]) for step in known])
     waited = np.array([float(step.get("engine_wait_s", 0.0)) for step in known])
     waits = float(waited.sum()) > 0.5 * float(taken.sum())
-    calibrated = _calibration(calibration, least)
-    coefficients = _line(parts, taken, waited if waits else None, calibrated)
+    calibrated = _calibration(calibration, least, corners)
+    coefficients = _line(parts, taken, waited if waits else None, calibrated, corners)
     if coefficients[PAST] > coefficients[TOKENS]:  # a key takes no longer to read than to compute: some steps stalled
         without_past = np.arange(len(coefficients)) != PAST
         bare = None if calibrated is None else (calibrated[0] * without_past, calibrated[1])
-        coefficients = _line(parts * without_past, taken, waited if waits else None, bare)
+        coefficients = _line(parts * without_past, taken, waited if waits else None, bare, corners)
     error = float(np.median(np.abs(parts @ coefficients - taken) / taken))
     coefficients *= _mean_ratio(parts @ coefficients, taken)
     ratios = np.clip(taken / np.maximum(parts @ coefficients, 1e-12), 1 / _STALL, _STALL)
-    base_s, prompt_s, mixed_s, token_s, decode_s, context_s, pair_s, row_s, past_s = map(float, coefficients)
+    base_s, prompt_s, mixed_s, token_s, context_s, pair_s, row_s, past_s, draw_s = map(float, coefficients[:SEGMENTS])
+    decode_s, decode_bends, prefill_s, prefill_bends = corners.slopes(coefficients[SEGMENTS:])
     return StepCost(
         base_s=base_s,
         prompt_s=prompt_s,
         mixed_s=mixed_s,
-        prefill_s=token_s,
+        prefill_s=token_s + prefill_s,
+        prefill_bends=prefill_bends,
         decode_s=token_s + decode_s,
+        decode_bends=decode_bends,
         context_s=context_s,
         pair_s=pair_s,
         row_s=row_s,
         past_s=past_s,
+        draw_s=draw_s,
         least_queries=least,
         waits=waits,
         error=error,
@@ -127,12 +144,13 @@ def fit_step_cost(
     )
 
 
-def _line(parts: Array, taken: Array, waited: Array | None, calibrated: Calibration | None) -> Array:
+def _line(parts: Array, taken: Array, waited: Array | None, calibrated: Calibration | None, corners: Corners) -> Array:
     """Coefficients of the steps' seconds; the wait for a device is fitted separately, unless calibration steps tell
     both apart."""
     if waited is None or calibrated is not None:
-        return _fitted(parts, taken, taken, _ALONE if waited is None else _DEVICE, calibrated)
-    return _fitted(parts, waited, taken, _DEVICE) + _fitted(parts, taken - waited, taken, _HOST)
+        return _fitted(parts, taken, taken, (_ALONE if waited is None else _DEVICE).over(corners), calibrated)
+    device, host = _DEVICE.over(corners), _HOST.over(corners)
+    return _fitted(parts, waited, taken, device) + _fitted(parts, taken - waited, taken, host)
 
 
 def _mean_ratio(predicted: Array, taken: Array) -> float:
@@ -142,23 +160,11 @@ def _mean_ratio(predicted: Array, taken: Array) -> float:
     return float(np.minimum(taken, _STALL * np.maximum(predicted, 1e-12)).sum()) / total if total else 1.0
 
 
-def _columns(steps: Sequence[Mapping[str, Any]], least: float) -> Array:
-    """Columns of the fit: 1, prompts, mixed, tokens, decodes, context, pairs, rows, past."""
-    columns = (np.array([float(step.get(name, 0.0)) for step in steps]) for name in StepWork._fields)
-    tokens, decodes, context, query_keys, rows, past = columns
-    prompts = np.where(tokens > 0, 1.0, 0.0)
-    query_keys = query_keys * np.maximum(1.0, least / np.maximum(tokens, 1.0))
-    mixed = np.where(decodes > 0, prompts, 0.0)
-    return np.stack(
-        [np.ones(len(steps)), prompts, mixed, tokens + decodes, decodes, context, query_keys, rows, past], axis=1
-    )
-
-
-def _calibration(calibration: Sequence[Mapping[str, Any]], least: float) -> Calibration | None:
+def _calibration(calibration: Sequence[Mapping[str, Any]], least: float, corners: Corners) -> Calibration | None:
     known = [step for step in calibration if step.get("calibration_step_s", 0.0) > 0]
     if len(known) < LEAST_CALIBRATION:
         return None
-    return _columns(known, least), np.array([float(step["calibration_step_s"]) for step in known])
+    return step_columns(known, least, corners), np.array([float(step["calibration_step_s"]) for step in known])
 
 
 def _fitted(parts: Array, wanted: Array, taken: Array, prior: Prior, calibrated: Calibration | None = None) -> Array:
@@ -182,10 +188,11 @@ def _robust(
 ) -> Array:
     """Non-negative least squares of relative errors, reweighted in rounds so that outliers count less."""
     weights, usual = np.ones(len(taken)), float(np.median(taken))
-    more = _weighed(calibrated, usual, len(taken))
+    more = _weighed(calibrated, usual, parts.shape)
     size = np.concatenate([[1.0, 1.0, 1.0], parts[:, 3:].mean(axis=0)])
-    size[7] /= max(parts[:, 1].mean(), 1e-12)  # rows too: what only some steps have counts as if all had it
-    believed = np.diag(prior.penalty * size / usual) * np.sqrt(ridge * len(taken))
+    size[ROWS] /= max(parts[:, 1].mean(), 1e-12)  # rows too: what only some steps have counts as if all had it
+    believed = np.vstack([np.diag(prior.penalty * size / usual) * np.sqrt(ridge), _even(parts, usual, prior)])
+    believed *= np.sqrt(len(taken))
     kinds = parts[:, 1] if prior.by_kind else np.zeros(len(taken))
     coefficients = np.zeros(parts.shape[1])
     for _ in range(_ROUNDS):
@@ -202,10 +209,21 @@ def _robust(
     return coefficients
 
 
-def _weighed(calibrated: Calibration | None, usual: float, count: int) -> Calibration:
-    """Weighted rows of the calibration steps, beside so many steps of the run."""
+def _even(parts: Array, usual: float, prior: Prior) -> Array:
+    """Rows that say that one more costs as much in one segment as in the next, as far as few steps tell them apart: by
+    the seconds that the difference makes in the step with the most beyond the corner."""
+    rows = np.zeros((len(prior.neighbours), parts.shape[1]))
+    for row, (left, right) in zip(rows, prior.neighbours, strict=True):
+        reach = max(1.0, float(parts[:, right].max()))
+        row[left], row[right] = -_EVEN * reach / usual, _EVEN * reach / usual
+    return rows
+
+
+def _weighed(calibrated: Calibration | None, usual: float, shape: tuple[int, ...]) -> Calibration:
+    """Weighted rows of the calibration steps, beside so many (steps, columns) of the run."""
+    count, width = shape
     if calibrated is None:
-        return np.zeros((0, 9)), np.zeros(0)
+        return np.zeros((0, width)), np.zeros(0)
     columns, seconds = calibrated
     scale = np.sqrt(_CALIBRATION_WEIGHT * count / len(seconds)) / np.sqrt(np.maximum(seconds, 1e-12) * usual)
     return columns * scale[:, None], seconds * scale

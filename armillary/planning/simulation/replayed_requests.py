@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from armillary.engine.request.sampling_params import SamplingParams
 from armillary.spec.tables.serve import Traffic
 
 
@@ -26,6 +27,12 @@ class Arrival:
     """prompt tokens shared with the earlier request `prefix_source`"""
     prefix_source: int = 0
     answers: int = 1
+    temperature: float = 0.0
+
+    @property
+    def params(self) -> SamplingParams:
+        """As its request has them."""
+        return SamplingParams(max_tokens=self.limit, n=self.answers, temperature=self.temperature)
 
 
 def recorded(requests: Sequence[Mapping[str, Any]]) -> tuple[Arrival, ...]:
@@ -60,6 +67,7 @@ def _arrival(number: int, many: Sequence[Mapping[str, Any]], begin: float) -> Ar
         shared_prefix=int(first.get("repeated_tokens", 0)),
         prefix_source=int(first.get("prefix_source_request", 0)),
         answers=len(many),
+        temperature=float(first.get("temperature", 0.0)),
     )
 
 

@@ -1,6 +1,7 @@
 """Latencies, rates and totals of a run from its step and request records: the same for measured and simulated runs.
 
-latencies    percentiles over requests; of gaps (ITL) over tokens: every token of a step has the step's time as its gap
+latencies    percentiles over requests; of gaps (ITL) over tokens: every token of a step has the step's time as its gap;
+             a recorded step stands for those before it that were not
 rates        tokens and requests over the time from the first arrival to the last token
 totals       from the last record
 """
@@ -31,7 +32,7 @@ def _gaps(steps: Records, requests: Records) -> list[tuple[float, float]]:
     """(gap, number of tokens with that gap): record per step, and those of preempted sequences, which are longer than
     any step."""
     gaps = [
-        (float(record["engine_step_s"]), float(record["decode_tokens"]))
+        (float(record["engine_step_s"]), float(record["decode_tokens"]) * float(record.get("recorded_steps", 1.0)))
         for record in steps
         if record.get("decode_tokens") and "engine_step_s" in record
     ]

@@ -85,7 +85,8 @@ class SimulatedDevice:
     def ends(self, running: list[Sequence], steps: int) -> list[float]:
         """When each of the next `steps` steps of decodes alone has given its tokens."""
         context = float(sum(seq.computed for seq in running) + len(running))
-        first = StepWork(decode_tokens=len(running), context_tokens=context)
+        drawn = len([seq for seq in running if seq.request.params.temperature])
+        first = StepWork(decode_tokens=len(running), context_tokens=context, drawn_tokens=drawn)
         begin_s = self._cost.seconds(first)
         more_s = self._cost.seconds(first._replace(context_tokens=context + len(running))) - begin_s
         taken = (begin_s + more_s * np.arange(steps)) * self.slowdown

@@ -16,7 +16,6 @@ from armillary.engine.cache.layer_groups import FULL_ATTENTION, Group
 from armillary.engine.engine import Engine
 from armillary.engine.output.output_text import NoText, OutputProcessor
 from armillary.engine.request.request import Request
-from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import Settings, settings_for
 from armillary.engine.scheduler.step_loop import Loop
@@ -145,8 +144,7 @@ class _Run:
                 device.now = self._left[0].at_s
 
     def _submit(self, arrival: Arrival) -> None:
-        params = SamplingParams(max_tokens=arrival.limit, n=arrival.answers)
-        request = Request(id=str(arrival.number), prompt=self._prompts.of(arrival), params=params)
+        request = Request(id=str(arrival.number), prompt=self._prompts.of(arrival), params=arrival.params)
         self._device.lengths[request.id] = arrival.tokens_out
         try:
             for seq in self.scheduler.submit(request, arrival.at_s):

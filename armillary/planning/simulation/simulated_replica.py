@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from armillary.engine.cache.prefix_reuse_stats import PrefixReuse
 from armillary.engine.request.request import Request
-from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.decode_stretch import skip_steps, steady_steps
 from armillary.engine.scheduler.step_loop import Loop
@@ -82,8 +81,7 @@ class SimulatedReplica:
 
     def submit(self, arrival: Arrival, prompt: list[int], now: float) -> bool:
         """Queue a request; False where it is invalid or the queue is full."""
-        params = SamplingParams(max_tokens=arrival.limit, n=arrival.answers)
-        request = Request(id=str(arrival.number), prompt=prompt, params=params)
+        request = Request(id=str(arrival.number), prompt=prompt, params=arrival.params)
         if arrival.tokens_out < arrival.limit:
             self.device.lengths[request.id] = arrival.tokens_out
         try:

@@ -12,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from armillary.engine.scheduler.decision import StepTimeModel, StepWork
+from armillary.planning.simulation.step_columns import Bends
 from armillary.planning.training.offload import LINK_SHARE, UNKNOWN_LINK
 from armillary.spec import catalogue
 
@@ -77,10 +78,15 @@ class StepCost:
     mixed_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    decode_bends: Bends = ()
+    """decode_s counts beyond the last of them"""
+    prefill_bends: Bends = ()
     context_s: float = 0.0
     pair_s: float = 0.0
     row_s: float = 0.0
     past_s: float = 0.0
+    draw_s: float = 0.0
+    """per token that is drawn at a temperature above 0"""
     host_block_s: float = 0.0
     """of copying a KV block from or to host memory: not part of `seconds`, since it is no work of the model"""
     least_queries: float = 0.0
@@ -95,8 +101,13 @@ class StepCost:
 
     def seconds(self, work: StepWork) -> float:
         """Seconds of a step with that work."""
-        prefill, decode, context, query_keys, rows, past = work
+        prefill, decode, context, query_keys, rows, past, drawn = work
         more = (self.prompt_s if prefill else 0.0) + (self.mixed_s if prefill and decode else 0.0)
+        for size, each_s in self.decode_bends:
+            more += each_s * min(decode, size)
+        if prefill:
+            for size, each_s in self.prefill_bends:
+                more += each_s * min(prefill, size)
         query_keys *= max(1.0, self.least_queries / prefill) if prefill else 0.0
         return (
             self.base_s
@@ -107,6 +118,7 @@ class StepCost:
             + query_keys * self.pair_s
             + rows * self.row_s
             + past * self.past_s
+            + drawn * self.draw_s
         )
 
     def decode_seconds(self, rows: float, context: float) -> float:
@@ -142,6 +154,7 @@ def extrapolate_batch(cost: StepCost, planned: StepCost, rows: int, context: flo
         cost,
         base_s=now - rows * each,
         decode_s=each - context * key_s,
+        decode_bends=(),
         context_s=key_s,
         basis=f"{cost.basis}, more rows by the planner",
     )

@@ -7,6 +7,7 @@ last request that had the same first blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 from armillary.errors import BadInput
@@ -22,7 +23,8 @@ def arrivals_of(traffic: Traffic, load: Load) -> tuple[Arrival, ...]:
     if load.concurrency is not None:
         raise BadInput("a simulation sends requests at their times; leave load.concurrency out, or use armillary load")
     rows = planned_requests(traffic, load, seed=traffic.seed)
-    return _from_blocks(rows) if any(row.blocks for row in rows) else _with_prefixes(rows, traffic, load)
+    arrivals = _from_blocks(rows) if any(row.blocks for row in rows) else _with_prefixes(rows, traffic, load)
+    return tuple(replace(each, temperature=load.temperature) for each in arrivals)
 
 
 def has_shared_prefixes(arrivals: Sequence[Arrival]) -> bool:

@@ -22,6 +22,8 @@ def test_every_request_and_some_steps(tmp_path: Path) -> None:
     records = list(read_gauges(path))
     steps = [record["step"] for record in records if "step" in record]
     assert steps[:10] == list(range(1, 11)) and steps[10:] == [step for step in range(11, 101) if not step % 7]
+    stands_for = [record["recorded_steps"] for record in records if "step" in record]
+    assert stands_for[:11] == [1] * 10 + [4] and set(stands_for[11:]) == {7}
     assert [record["request"] for record in records if "request" in record] == [str(step) for step in range(1, 101)]
 
 

@@ -22,6 +22,7 @@ def test_gauges_of_steps_and_requests() -> None:
     assert [row["prefill_tokens"] for row in seen] == [8, 4, 0, 0, 0]
     assert [row["decode_tokens"] for row in seen] == [0, 0, 1, 1, 1]
     assert [row["running"] for row in seen] == [1, 1, 1, 1, 1]
+    assert [row["drawn_tokens"] for row in seen] == [0, 1, 1, 1, 1], "at a temperature of 1"
     assert seen[0]["kv_used_fraction"] == pytest.approx(2 / 20) and seen[0]["kv_capacity_tokens"] == 80
     found = request_gauges(seq)
     assert found == {
@@ -33,6 +34,7 @@ def test_gauges_of_steps_and_requests() -> None:
         "arrived_s": 1.0,
         "request_number": 1,
         "tokens_limit": 4,
+        "temperature": 1.0,
         "itl_max_s": 0.0,
         "ttft_s": 3.0,
         "prefill_s": 1.5,
@@ -56,6 +58,7 @@ def test_a_request_that_never_ran_has_no_times_of_running() -> None:
         "arrived_s": 1.0,
         "request_number": 1,
         "tokens_limit": 8,
+        "temperature": 1.0,
     }
 
 
