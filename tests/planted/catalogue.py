@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from armillary.errors import unknown
-from tests.planted import healthy, inner, others, product, recorded, training
+from tests.planted import healthy, inner, others, product, recorded, services, training
 from tests.planted.problem import Problem
 
 PROBLEMS: tuple[Problem, ...] = (
@@ -13,9 +13,11 @@ PROBLEMS: tuple[Problem, ...] = (
     *training.PROBLEMS,
     *product.PROBLEMS,
     *others.PROBLEMS,
+    *services.PROBLEMS,
     *recorded.PROBLEMS,
     *healthy.PROBLEMS,
     *others.HEALTHY,
+    *services.HEALTHY,
 )
 
 

@@ -18,6 +18,7 @@ from armillary.diagnosis.rules import (
     device,
     goodput,
     metrics_page,
+    service_log,
     serving,
     training,
     training_logs,
@@ -32,7 +33,7 @@ NEEDED = {"loop": 39 / 40, "cause": 37 / 40, "lever": 34 / 40}
 """share of the problems in which each must be right; no healthy run may be called ill"""
 ALL_RULES: dict[str, Rule] = {
     f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}": rule
-    for module in (device, clocks, training, goodput, wasted_work, training_logs, serving, metrics_page)
+    for module in (device, clocks, training, goodput, wasted_work, training_logs, service_log, serving, metrics_page)
     for rule in module.RULES
 }
 """module.rule -> rule, of all kinds of readings"""

@@ -43,6 +43,9 @@ Cause = Literal[
     "batch_too_small",
     "static_batching",
     "rejected_drafts",
+    "over_provisioned",
+    "wrong_replica_size",
+    "cold_starts",
 ]
 
 

@@ -227,6 +227,24 @@ SLOW_CLOCK_SHARE = Threshold(
 HOT_SHARE = Threshold(0.2, "share of the time hot, or at the power limit, that explains a low clock", date="2026-11-19")
 IDLE_DEVICE_SHARE = Threshold(0.15, "share of the time without a kernel", date="2026-11-19")
 
+# --- rules: an autoscaler's decisions
+
+OVERPROVISIONED_SHARE = Threshold(
+    0.35,
+    "share of the replica-hours that nothing needed; autoscaled days pay up to 0.26 for what is to come",
+    "simulated days (benchmarks/simulator.md: cost 5 to 36 % above the oracle's)",
+    "2026-11-19",
+)
+REPLICA_USED_SHARE = Threshold(
+    0.5, "share of one replica below which a replica of half the devices would do", date="2026-11-19"
+)
+COLD_START_SHARE = Threshold(
+    0.05, "share of the requests that come while their replicas start: five in the 99th percentile", date="2026-11-19"
+)
+AT_MOST_SHARE = Threshold(
+    0.05, "share of the requests that come while the policy allows too few replicas", date="2026-11-19"
+)
+
 # --- rules: a metrics page alone
 
 PAGE_QUEUE_SHARE = Threshold(0.1, "share of a request's time in the queue below which requests hardly wait", PAGES)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from armillary.diagnosis.readings.decision_log import is_decision_log, read_decision_log
 from armillary.diagnosis.readings.deepspeed import is_deepspeed, read_deepspeed
 from armillary.diagnosis.readings.device_csv import is_device_csv, read_device_csv
 from armillary.diagnosis.readings.hf_trainer import is_trainer, parse_trainer_state, read_trainer, read_trainer_state
@@ -62,7 +63,8 @@ def _reader_of(text: str) -> Callable[[str], Reading] | None:
 
 
 _KNOWN = (
-    "gauges.jsonl, a torch-profiler or nsys trace, a metrics page of vLLM, SGLang or TGI, CSV of nvidia-smi, or a log "
+    "gauges.jsonl, a torch-profiler or nsys trace, a metrics page of vLLM, SGLang or TGI, CSV of nvidia-smi, an "
+    "autoscaler's decisions.jsonl, or a log "
     "of torchtitan, Megatron, DeepSpeed, Lightning or the Hugging Face Trainer"
 )
 _HEAD = 65_536
@@ -100,6 +102,8 @@ def _read_file(path: Path, home: Home) -> Reading:
 
     with path.open("rb") as file:
         head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if is_decision_log(head.decode(errors="replace")):
+        return read_decision_log(path)
     if path.suffix == ".jsonl" or head.startswith(b'{"time":'):
         return read_gauges_file(path)
     if head.startswith(_BINARY) or (_JSON.match(head) and not _STATE.search(head)):
