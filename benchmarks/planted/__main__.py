@@ -1,11 +1,11 @@
 """Plant every problem, diagnose every run, and print what was said beside what is so.
 
-    python -m benchmarks.planted [--only NAME …] [--size 1] [--severity 1] [--seed 0] [--home DIR] [--write]
+    python -m benchmarks.planted [--only NAME …] [--size 1] [--severity 1] [--seed 0] [--times 2] [--home DIR] [--write]
     python -m benchmarks.planted --draw [SEED]     every problem at a severity from 0.7 to 2 and a seed of its own,
                                                    drawn anew; SEED draws the same again
 
-Runs are made in a folder of their own, which --home keeps; again where something else computed on the machine
-meanwhile, so leave it alone. Exit code 1 where too much is wrong.
+Runs are made in a folder of their own, which --home keeps; again (up to --times) where something else computed on the
+machine meanwhile, so leave it alone. Exit code 1 where too much is wrong.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
         dice = Random(drawn) if drawn is not None else None
         wishes = {problem.name: draw_wish(dice, wish) for problem in PROBLEMS}  # the same whichever are asked for
         for problem in chosen(asked.only):
-            verdicts.append(judged(problem, wishes[problem.name], home, times=TIMES))
+            verdicts.append(judged(problem, wishes[problem.name], home, times=asked.times))
             print(as_text(verdicts[-1]), flush=True)
             if asked.explain:
                 print(f"    {verdicts[-1].found.headline}", flush=True)
@@ -84,6 +84,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--severity", type=float, default=1.0, help="2: problems twice as bad")
     parser.add_argument("--seed", type=int, default=0, help="of weights, prompts and arrivals")
     parser.add_argument("--draw", type=int, nargs="?", const=0, metavar="SEED", help="severities and seeds anew")
+    parser.add_argument("--times", type=int, default=TIMES, help="runs at most, where others compute meanwhile")
     parser.add_argument("--home", help="where runs are kept; default: a folder that is removed")
     parser.add_argument("--explain", action="store_true", help="print each diagnosis' own sentence too")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")

@@ -35,6 +35,7 @@ class Scrapes:
         """Everything the page says, by gauge."""
         totals = totals_of(self.now, self.server)
         values = self._gauges() | totals | _fractions(totals) | dict(self._distributions()) | self._of_steps()
+        values |= self._durations()
         values |= self._derived(values)
         if self.before is not None:
             before = totals_of(self.before, self.server)
@@ -89,6 +90,19 @@ class Scrapes:
                 if name in GAUGES and value is not None and len(histogram.bounds) > 1:
                     yield name, value
 
+    def _durations(self) -> dict[str, float]:
+        """Mean seconds per request of the model that takes the longest, which holds the others where they are parts of
+        an ensemble, and how many it has answered; between two scrapes where enough happened."""
+        values = {}
+        for gauge, (spent, counted) in self.server.durations.items():
+            now = _by_model(self.now, spent, counted)
+            then = _by_model(self.before, spent, counted) if self.before is not None else {}
+            means = {model: _mean_us(pair, then.get(model, (0.0, 0.0))) for model, pair in now.items() if pair[1] > 0}
+            if means:
+                longest = max(means, key=lambda model: means[model])
+                values |= {gauge: means[longest] / 1e6, "requests_total": now[longest][1]}
+        return values
+
     def _of_steps(self) -> dict[str, float]:
         """Decode and prefill tokens per step, and the inter-token latency of steps without prefill."""
         steps, batch = self.steps, self.batch
@@ -110,6 +124,9 @@ class Scrapes:
         for total, each in (("tokens_in_total", "tokens_in"), ("tokens_out_total", "tokens_out")):
             if requests and each not in values and total in values:
                 derived[each] = values[total] / requests
+        if self.server.durations and values.get("tokens_out") and values.get("e2e_s"):
+            inside = values.get("running", 0.0) / max(1.0, values.get("running", 0.0) + values.get("waiting", 0.0))
+            derived["tpot_s"] = values["e2e_s"] * (inside or 1.0) / values["tokens_out"]  # Little's law: those inside
         return derived
 
     def _rates(self, gained: Mapping[str, float]) -> dict[str, float]:
@@ -126,6 +143,19 @@ class Scrapes:
 def first_of(page: Page, names: tuple[str, ...]) -> str | None:
     """The name that the page knows."""
     return next((name for name in names if name in page), None)
+
+
+def _by_model(page: Page, spent: str, counted: str) -> dict[str, tuple[float, float]]:
+    """(microseconds, requests) of each model."""
+    counts = {sample.labels.get("model", ""): sample.value for sample in page.find(counted)}
+    times = {sample.labels.get("model", ""): sample.value for sample in page.find(spent)}
+    return {model: (time, counts[model]) for model, time in times.items() if model in counts}
+
+
+def _mean_us(now: tuple[float, float], then: tuple[float, float]) -> float:
+    """Of what came since, where that is enough."""
+    spent, count = now[0] - then[0], now[1] - then[1]
+    return spent / count if count >= _ENOUGH else now[0] / now[1]
 
 
 def totals_of(page: Page, server: Server) -> dict[str, float]:

@@ -63,8 +63,8 @@ def _reader_of(text: str) -> Callable[[str], Reading] | None:
 
 
 _KNOWN = (
-    "gauges.jsonl, a torch-profiler or nsys trace, a metrics page of vLLM, SGLang or TGI, CSV of nvidia-smi, an "
-    "autoscaler's decisions.jsonl, or a log "
+    "gauges.jsonl, a torch-profiler or nsys trace, a metrics page of vLLM, SGLang, TGI or Triton, CSV of nvidia-smi, "
+    "an autoscaler's decisions.jsonl, or a log "
     "of torchtitan, Megatron, DeepSpeed, Lightning or the Hugging Face Trainer"
 )
 _HEAD = 65_536

@@ -101,16 +101,22 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Page:
-    """The samples of one page, by name."""
+    """The samples of one page, by name; a name may choose by a label: metric{label=value}."""
 
     samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.samples
+        return bool(self._chosen(name))
+
+    def _chosen(self, name: str) -> tuple[Sample, ...]:
+        metric, _, chosen = name.removesuffix("}").partition("{")
+        label, _, value = chosen.partition("=")
+        samples = self.samples.get(metric, ())
+        return tuple(sample for sample in samples if sample.labels.get(label) == value) if chosen else samples
 
     def find(self, name: str) -> tuple[Sample, ...]:
         """Of one part only where several ranks of a model say the same: the first tensor- and pipeline-parallel one."""
-        return tuple(sample for sample in self.samples.get(name, ()) if _speaks(sample.labels))
+        return tuple(sample for sample in self._chosen(name) if _speaks(sample.labels))
 
     def total(self, name: str) -> float | None:
         samples = self.find(name)

@@ -25,7 +25,7 @@ class Reading:
 
     source: str  # what was read: run quiet-otter, a URL, a file
     kind: ReadingKind
-    by: str = "armillary"  # armillary, vllm, sglang, tgi, hf-trainer, torchtitan, megatron or torch-profiler
+    by: str = "armillary"  # armillary, autoscaler, vllm, sglang, tgi, triton, hf-trainer, torchtitan, torch-profiler …
     steps: tuple[Record, ...] = ()  # in their order, without warm-up
     requests: tuple[Record, ...] = ()  # those that ended
     calibration: tuple[Record, ...] = ()  # an engine's steps of many kinds, timed before the first request

@@ -1,7 +1,8 @@
 """What servers call their gauges on a metrics page, and what their flags are called: facts, one table per server.
 
 vLLM: vllm/v1/metrics/loggers.py, names of engines before it last; SGLang: its production metrics page; Text Generation
-Inference: its metrics page; ours: the gauge's name with armillary_ before it.
+Inference: its metrics page; Triton: metrics.md of its server, and the metrics of its TensorRT-LLM backend; ours: the
+gauge's name with armillary_ before it.
 """
 
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ class Server:
     values: Names
     totals: Names  # counters
     histograms: Names
+    durations: Names = field(default_factory=dict)  # gauge -> counters of microseconds and of requests, per model
     step_tokens: str = ""  # histogram of the tokens of an engine step
     info: str = ""  # metric whose labels are settings
     flags: Mapping[str, str] = field(default_factory=dict)  # key of our recipe -> its flag, with {value}
@@ -120,6 +122,27 @@ _TGI = Server(
     replica="one more server behind a load balancer",
 )
 
+_REQUESTS, _BLOCKS = "nv_trt_llm_request_metrics", "nv_trt_llm_kv_cache_block_metrics"
+_TRITON = Server(
+    name="triton",
+    prefix="nv_",
+    values={
+        "running": (f"{_REQUESTS}{{request_type=scheduled}}",),
+        "waiting": (f"{_REQUESTS}{{request_type=waiting}}", "nv_inference_pending_request_count"),
+        "kv_used_fraction": (f"{_BLOCKS}{{kv_cache_block_type=fraction}}",),
+    },
+    totals={},
+    histograms={"tokens_in": ("nv_llm_input_token_len",), "tokens_out": ("nv_llm_output_token_len",)},
+    durations={"e2e_s": ("nv_inference_request_duration_us", "nv_inference_request_success")},
+    flags={
+        "serve.max_running": "--max_batch_size {value} of trtllm-build, and max_batch_size of the model's config.pbtxt",
+        "serve.max_tokens_per_step": "--max_num_tokens {value} of trtllm-build",
+        "serve.kv_dtype": "a checkpoint converted with --kv_cache_dtype {value}",
+        "serve.prefix_cache": "enable_kv_cache_reuse of the model's config.pbtxt",
+    },
+    replica="one more instance of the model behind a load balancer",
+)
+
 
 def _ours() -> Server:
     def of_kind(kind: str) -> Names:
@@ -137,4 +160,4 @@ def _ours() -> Server:
     )
 
 
-SERVERS = {server.name: server for server in (_ours(), _VLLM, _SGLANG, _TGI)}
+SERVERS = {server.name: server for server in (_ours(), _VLLM, _SGLANG, _TGI, _TRITON)}
