@@ -86,9 +86,9 @@ def is_worth(finding: Finding, reading: Reading) -> bool:
 def is_enough(reading: Reading) -> bool:
     """Whether there is enough to judge: timed steps or requests, a page with traffic, or a recorded budget."""
     timed = len(reading.series("step_s")) or len(reading.series("engine_step_s")) or len(reading.requests)
-    figures = ("useful_fraction", "step_s", "e2e_s", "ttft_s", "e2e_p50_s", "clock_fraction", "device_busy_fraction")
-    figures += ("replicas_needed",)
-    known = any(name in reading.values for name in figures)
+    figures = ("useful_fraction", "step_s", "e2e_s", "ttft_s", "e2e_p50_s")
+    counted = ("clock_fraction", "device_busy_fraction", "replicas_needed")
+    known = any(name in reading.values for name in (*figures, *counted))
     return timed >= MIN_TIMED or known
 
 

@@ -93,7 +93,7 @@ class Scrapes:
     def _durations(self) -> dict[str, float]:
         """Mean seconds per request of the model that takes the longest, which holds the others where they are parts of
         an ensemble, and how many it has answered; between two scrapes where enough happened."""
-        values = {}
+        values: dict[str, float] = {}
         for gauge, (spent, counted) in self.server.durations.items():
             now = _by_model(self.now, spent, counted)
             then = _by_model(self.before, spent, counted) if self.before is not None else {}
