@@ -134,6 +134,8 @@ def _measured_links(tiers: Sequence[Tier]) -> tuple[str, ...]:
     )
 
 
+EMULATED = 0.2
+"""rate of a GEMM in a dtype without units over that in fp32 (two Skylake cores with AVX-512, bf16, docs/dtypes.md)"""
 _REMEDY = {False: "armillary bench collectives measures it", True: "armillary launch --check measures it"}
 
 
@@ -168,12 +170,15 @@ def _cpu(cluster: Cluster, processes: int, home: Home) -> tuple[Cluster, Peaks |
 
 
 def _catalogue_cpu(chip: Chip, cores: int) -> Chip:
-    """The catalogue's server CPU with this number of cores."""
+    """The catalogue's server CPU with this number of cores; a dtype that this CPU emulates is slower than fp32."""
+    from armillary.machine.features import has_native
+
     known = catalogue.chip("cpu")
     share = cores / (known.num_sms or cores)
+    emulated = {dtype: EMULATED * known.flops["fp32"] for dtype in known.flops if has_native(dtype) is False}
     return replace(
         chip,
-        flops={dtype: flops * share for dtype, flops in known.flops.items()},
+        flops={dtype: flops * share for dtype, flops in (known.flops | emulated).items()},
         memory_bytes_per_s=known.memory_bytes_per_s * min(1.0, share) if known.memory_bytes_per_s else None,
         num_sms=1,
     )
