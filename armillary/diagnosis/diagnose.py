@@ -21,10 +21,12 @@ from armillary.diagnosis.evidence.thresholds import (
 from armillary.diagnosis.levers import advice, serving, training
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.decision_log import AUTOSCALER
+from armillary.diagnosis.readings.gateway_page import GATEWAY
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.run_folder import is_disturbed
 from armillary.diagnosis.rules import clocks as clock_rules
 from armillary.diagnosis.rules import device as device_rules
+from armillary.diagnosis.rules import gateway_page as gateway_rules
 from armillary.diagnosis.rules import goodput as goodput_rules
 from armillary.diagnosis.rules import metrics_page as page_rules
 from armillary.diagnosis.rules import service_log as service_rules
@@ -42,7 +44,15 @@ BASELINE_CAUSES = ("compute", "memory_bandwidth")
 """causes that only say what the time is spent on: any other cause of the same lever goes first"""
 PRICED_CAUSES = (*BASELINE_CAUSES, *NEEDS_LEVER)
 """causes whose share is what their best lever would save, where that is more than was seen"""
-COUNTED_CAUSES = ("throttling", "idle_device", "over_provisioned", "wrong_replica_size", "cold_starts")
+COUNTED_CAUSES = (
+    "throttling",
+    "idle_device",
+    "over_provisioned",
+    "wrong_replica_size",
+    "cold_starts",
+    "routing_skew",
+    "guard_latency",
+)
 """causes that counters show, of a device or of a service, and whose gain only a trial or a trace can tell"""
 LOOPS = {"inner": "inner loop", "training": "training loop", "product": "product loop"}
 
@@ -65,6 +75,8 @@ def rules_for(reading: Reading) -> tuple[Rule, ...]:
         return (*device_rules.RULES, *clock_rules.RULES, *of_steps)
     if reading.by == AUTOSCALER:
         return service_rules.RULES
+    if reading.by == GATEWAY:
+        return gateway_rules.RULES
     return serving_rules.RULES if reading.steps else page_rules.RULES
 
 
@@ -87,7 +99,7 @@ def is_enough(reading: Reading) -> bool:
     """Whether there is enough to judge: timed steps or requests, a page with traffic, or a recorded budget."""
     timed = len(reading.series("step_s")) or len(reading.series("engine_step_s")) or len(reading.requests)
     figures = ("useful_fraction", "step_s", "e2e_s", "ttft_s", "e2e_p50_s")
-    counted = ("clock_fraction", "device_busy_fraction", "replicas_needed")
+    counted = ("clock_fraction", "device_busy_fraction", "replicas_needed", "gateway_added_s")
     known = any(name in reading.values for name in (*figures, *counted))
     return timed >= MIN_TIMED or known
 

@@ -16,6 +16,7 @@ from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules import (
     clocks,
     device,
+    gateway_page,
     goodput,
     metrics_page,
     service_log,
@@ -31,9 +32,21 @@ from tests.planted.sets import Set, set_of
 
 NEEDED = {"loop": 39 / 40, "cause": 37 / 40, "lever": 34 / 40}
 """share of the problems in which each must be right; no healthy run may be called ill"""
+_SERVICES = (serving, metrics_page, service_log, gateway_page)
 ALL_RULES: dict[str, Rule] = {
     f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}": rule
-    for module in (device, clocks, training, goodput, wasted_work, training_logs, service_log, serving, metrics_page)
+    for module in (
+        device,
+        clocks,
+        training,
+        goodput,
+        wasted_work,
+        training_logs,
+        service_log,
+        gateway_page,
+        serving,
+        metrics_page,
+    )
     for rule in module.RULES
 }
 """module.rule -> rule, of all kinds of readings"""

@@ -46,6 +46,8 @@ Cause = Literal[
     "over_provisioned",
     "wrong_replica_size",
     "cold_starts",
+    "routing_skew",
+    "guard_latency",
 ]
 
 

@@ -245,6 +245,15 @@ AT_MOST_SHARE = Threshold(
     0.05, "share of the requests that come while the policy allows too few replicas", date="2026-11-19"
 )
 
+# --- rules: a gateway's page
+
+ROUTING_SKEW_RATIO = Threshold(
+    1.75,
+    "requests of the busiest replica over the mean; prefix routing is meant to stay below 1.5",
+    "benchmarks/gateway_prefix.py: 1.27 with shared prefixes",
+    "2026-11-19",
+)
+
 # --- rules: a metrics page alone
 
 PAGE_QUEUE_SHARE = Threshold(0.1, "share of a request's time in the queue below which requests hardly wait", PAGES)

@@ -11,6 +11,7 @@ from urllib.error import URLError
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
+from armillary.diagnosis.readings.gateway_page import is_gateway_page, read_gateway_page
 from armillary.diagnosis.readings.metrics_scrapes import Scrapes, first_of, totals_of
 from armillary.diagnosis.readings.prometheus import Page, number_of, parse_page
 from armillary.diagnosis.readings.reading import Reading
@@ -72,6 +73,9 @@ def is_page(path: Path) -> bool:
 def reading_of_page(text: str, *, source: str, earlier: str | None = None, seconds: float = 0.0) -> Reading:
     """What a page tells; with the page of `seconds` before, what happened in between."""
     page = parse_page(text)
+    if is_gateway_page(page):
+        looks = () if earlier is None else (f"looked at twice, {seconds:.0f} s apart",)
+        return read_gateway_page(page, source, None if earlier is None else parse_page(earlier), looks)
     server = _server(page, source)
     before, notes = _before(page, earlier, server)
     scrapes = Scrapes(server=server, now=page, before=before, seconds=seconds if before else 0.0)
