@@ -22,12 +22,14 @@ from armillary.diagnosis.levers import advice, serving, training
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
 from armillary.diagnosis.readings.decision_log import AUTOSCALER
 from armillary.diagnosis.readings.gateway_page import GATEWAY
+from armillary.diagnosis.readings.job_events import KUBERNETES, SLURM
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.run_folder import is_disturbed
 from armillary.diagnosis.rules import clocks as clock_rules
 from armillary.diagnosis.rules import device as device_rules
 from armillary.diagnosis.rules import gateway_page as gateway_rules
 from armillary.diagnosis.rules import goodput as goodput_rules
+from armillary.diagnosis.rules import job_events as job_rules
 from armillary.diagnosis.rules import metrics_page as page_rules
 from armillary.diagnosis.rules import service_log as service_rules
 from armillary.diagnosis.rules import serving as serving_rules
@@ -70,6 +72,8 @@ def diagnose(reading: Reading, home: Home) -> Diagnosis:
 
 def rules_for(reading: Reading) -> tuple[Rule, ...]:
     """The rules for this kind of reading."""
+    if reading.by in (SLURM, KUBERNETES):
+        return job_rules.RULES
     if reading.kind != "serving":
         of_steps = (*training_rules.RULES, *goodput_rules.RULES, *waste_rules.RULES, *log_rules.RULES)
         return (*device_rules.RULES, *clock_rules.RULES, *of_steps)
@@ -99,7 +103,7 @@ def is_enough(reading: Reading) -> bool:
     """Whether there is enough to judge: timed steps or requests, a page with traffic, or a recorded budget."""
     timed = len(reading.series("step_s")) or len(reading.series("engine_step_s")) or len(reading.requests)
     figures = ("useful_fraction", "step_s", "e2e_s", "ttft_s", "e2e_p50_s")
-    counted = ("clock_fraction", "device_busy_fraction", "replicas_needed", "gateway_added_s")
+    counted = ("clock_fraction", "device_busy_fraction", "replicas_needed", "gateway_added_s", "job_attempts")
     known = any(name in reading.values for name in (*figures, *counted))
     return timed >= MIN_TIMED or known
 

@@ -245,6 +245,10 @@ AT_MOST_SHARE = Threshold(
     0.05, "share of the requests that come while the policy allows too few replicas", date="2026-11-19"
 )
 
+# --- rules: what a cluster says of a job
+
+JOB_FAILURES = Count(2, "ends of attempts from which they are no accident", date="2026-11-19")
+
 # --- rules: a gateway's page
 
 ROUTING_SKEW_RATIO = Threshold(

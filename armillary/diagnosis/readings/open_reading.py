@@ -10,6 +10,12 @@ from armillary.diagnosis.readings.decision_log import is_decision_log, read_deci
 from armillary.diagnosis.readings.deepspeed import is_deepspeed, read_deepspeed
 from armillary.diagnosis.readings.device_csv import is_device_csv, read_device_csv
 from armillary.diagnosis.readings.hf_trainer import is_trainer, parse_trainer_state, read_trainer, read_trainer_state
+from armillary.diagnosis.readings.job_events import (
+    is_kubernetes_events,
+    is_sacct,
+    read_kubernetes_events,
+    read_sacct,
+)
 from armillary.diagnosis.readings.lightning import is_lightning, read_lightning
 from armillary.diagnosis.readings.log_lines import plain_lines
 from armillary.diagnosis.readings.megatron import is_megatron, read_megatron
@@ -64,7 +70,7 @@ def _reader_of(text: str) -> Callable[[str], Reading] | None:
 
 _KNOWN = (
     "gauges.jsonl, a torch-profiler or nsys trace, a metrics page of vLLM, SGLang, TGI or Triton, CSV of nvidia-smi, "
-    "an autoscaler's decisions.jsonl, or a log "
+    "an autoscaler's decisions.jsonl, output of sacct or kubectl get events, or a log "
     "of torchtitan, Megatron, DeepSpeed, Lightning or the Hugging Face Trainer"
 )
 _HEAD = 65_536
@@ -102,13 +108,18 @@ def _read_file(path: Path, home: Home) -> Reading:
 
     with path.open("rb") as file:
         head = file.read(_HEAD).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if is_decision_log(head.decode(errors="replace")):
+    text = head.decode(errors="replace")
+    if is_sacct(text):
+        return read_sacct(path.read_text(errors="replace"), str(path))
+    if is_kubernetes_events(text):
+        return read_kubernetes_events(path.read_text(errors="replace"), str(path))
+    if is_decision_log(text):
         return read_decision_log(path)
     if path.suffix == ".jsonl" or head.startswith(b'{"time":'):
         return read_gauges_file(path)
     if head.startswith(_BINARY) or (_JSON.match(head) and not _STATE.search(head)):
         return read_profiled(path, home)
-    if is_device_csv(head.decode(errors="replace")):
+    if is_device_csv(text):
         return read_device_csv(path.read_text(encoding="utf-8-sig", errors="replace"), str(path))
     if is_page(path):
         return read_metrics(str(path), home)
