@@ -235,7 +235,18 @@ def lora(rows: int, slots: int = 64, rank: int = 16, dtype: torch.dtype = BF16) 
     add_lora(y, x, a, b, part, lora_rows(torch.arange(rows) % slots, slots))
 
 
+def simplicial(heads: int, dtype: torch.dtype = BF16) -> None:
+    from armillary.kernels.simplicial import simplicial_triton as launches
+
+    q, kv = torch.zeros(1, 300, heads, 128, dtype=dtype), torch.zeros(1, 300, 2, 128, dtype=dtype)
+    windows = (None, 0.1, 32, 512)
+    out, lse = launches._simplicial(q, kv, kv, *windows)
+    launches._simplicial_backward(out, out, lse, q, kv, kv, *windows)
+
+
 CASES: dict[str, Callable[[], None]] = {
+    **{f"2-simplicial, {heads} heads": lambda heads=heads: simplicial(heads) for heads in (4, 128)},
+    "2-simplicial, fp32": lambda: simplicial(8, FP32),
     "delta rows, decoding": lambda: delta_rows(1),
     "delta rows, prompts": lambda: delta_rows(3),
     "delta rows, fp32": lambda: delta_rows(1, FP32),
@@ -297,6 +308,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"norm {n}": lambda n=n: norm(n) for n in (1024, 4096, 16384)},
     "norm 8192, fp32": lambda: norm(8192, FP32),
     "loss": lambda: loss(128256),
+    "adapters, one row": lambda: lora(1, slots=1),
     "adapters, decode": lambda: lora(256),
     "adapters, prefill": lambda: lora(2048),
     "adapters, fp32": lambda: lora(256, dtype=FP32),

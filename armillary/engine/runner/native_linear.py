@@ -53,7 +53,7 @@ class NativeLinear:
         self.parts, self.outputs = parts, outputs
         self.row_max: Callable[[Tensor], Tensor] | None = None
         """where inputs are shards of rows: the largest numbers of whole rows [M], out of the shards'"""
-        self._per_token = any(part.weight.first_rows.per_token for part in parts)
+        self._per_token = any(part.weight.first_rows.inputs == "token" for part in parts)
         self._bias = None if bias is None else bias.detach().float()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def native_int8(weight_NK: Tensor, bias: Tensor | None) -> NativeLinear | None:
         group=inputs,
         scale_NG=rounded.scale_N[:, None],
         zero=128,
-        per_token=True,
+        inputs="token",
     )
     return NativeLinear((NativePart(weight=PackedWeight.of([codes]), order_K=None, first=0),), outputs, bias)
 
@@ -159,7 +159,7 @@ def _takes(part: PackedRows) -> bool:
     codes = codes_of(some)
     if codes is None or part.num_rows % PANEL or refuses(codes) is not None:
         return False
-    if codes.per_token and has_amx():
+    if codes.inputs == "token" and has_amx():
         return False  # oneDNN's GEMM of whole rows
     stored = some.stored_order()
     if relative_error(dequantised(codes), stored.float()) > max(_TOLERANCE, torch.finfo(stored.dtype).eps):

@@ -1,4 +1,4 @@
-// Inputs rounded to signed bytes: a scale per 32 columns (as llama.cpp's Q8_0), or per token.
+// Inputs rounded to signed bytes: a scale per 32 columns, per 256, or per token.
 //
 // Tokens are in tiles of 12, 4 or 1, and what a tile of T tokens needs for the same columns is adjacent: codes are
 // [columns / 4, T, 4], scales [columns / 32, T] and sums [columns / run, T] of each tile.
@@ -10,12 +10,25 @@
 
 #include "lanes.h"
 
-constexpr int CHUNK = 32;  // columns with one input scale
+constexpr int CHUNK = 32;  // columns that are read together
 constexpr int TILES[] = {12, 4, 1};
+
+enum Inputs { CHUNKS, HALF_CHUNKS, SUPERS, TOKENS };  // columns with one scale: 32, 32 with fp16 scales, 256, all
+
+// To the nearest of fp16's numbers, ties to even.
+INLINE float half_rounded(float f) {
+    if (f < 0x1p-14f) return (f + 0.5f) - 0.5f;  // multiples of 2^-24, the last place of 0.5
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    bits = (bits + 0xfff + ((bits >> 13) & 1)) & ~0x1fffu;
+    memcpy(&f, &bits, 4);
+    return f;
+}
 
 struct Rounded {
     int64_t tokens, columns;
-    int run;                     // columns per sum: 16 or 32; 0: a scale and a sum per token
+    Inputs inputs;
+    int run;                     // columns per sum: 16 or 32; 0: a sum per token
     std::vector<int8_t> codes;
     std::vector<float> scale;
     std::vector<int32_t> begin;  // sums of codes times (offset - zero): what accumulators begin with
@@ -24,8 +37,8 @@ struct Rounded {
     int64_t sums() const { return run ? columns / run : 1; }
     int64_t scales() const { return run ? columns / CHUNK : 1; }
 
-    void shape(int64_t tokens_, int64_t columns_, int run_) {
-        tokens = tokens_, columns = columns_, run = run_;
+    void shape(int64_t tokens_, int64_t columns_, Inputs inputs_, int run_) {
+        tokens = tokens_, columns = columns_, inputs = inputs_, run = inputs == TOKENS ? 0 : run_;
         grow(codes, tokens * columns);
         grow(scale, tokens * scales());
         grow(begin, tokens * sums());
@@ -52,12 +65,16 @@ struct Rounded {
     void round(int64_t token, const float* x, int times, const float* most) {
         int size;
         const int64_t first = tile_of(token, size), place = token - first;
-        float d = run ? 0 : most ? *most / 127.0f : scale_of(x, columns);
+        const int span = inputs == SUPERS ? 256 : CHUNK;
+        float top = run ? 0 : most ? *most : largest(x, columns), d = top / 127.0f;
         int32_t total = 0;
         for (int64_t c = 0; c < columns; c += CHUNK) {
-            if (run) d = scale_of(x + c, CHUNK);
+            if (run && c % span == 0) {
+                top = largest(x + c, span), d = top / 127.0f;
+                if (inputs == HALF_CHUNKS) d = half_rounded(d);
+            }
             int8_t rounded[CHUNK];
-            round_codes(x + c, d, rounded);
+            round_codes(x + c, top, rounded);
             for (int quad = 0; quad < CHUNK / 4; quad++)
                 memcpy(&codes[first * columns + ((c / 4 + quad) * size + place) * 4], rounded + 4 * quad, 4);
             if (run) scale[first * scales() + c / CHUNK * size + place] = d;
@@ -73,7 +90,7 @@ struct Rounded {
         if (!run) scale[token] = d, begin[token] = times * total;
     }
 
-    static float scale_of(const float* x, int64_t count) {
+    static float largest(const float* x, int64_t count) {
         f32x16 most = all(0.0f);
         for (int64_t i = 0; i < count; i += 16) {
             const f32x16 v = load_f32(x + i), a = v < 0 ? -v : v;
@@ -81,11 +98,11 @@ struct Rounded {
         }
         float top = 0;
         for (int i = 0; i < 16; i++) top = std::max(top, most[i]);
-        return top / 127.0f;
+        return top;
     }
 
-    static void round_codes(const float* x, float scale, int8_t* out) {
-        const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    static void round_codes(const float* x, float top, int8_t* out) {
+        const float inverse = top > 0 ? 127.0f / top : 0.0f;
         for (int i = 0; i < CHUNK; i += 16) {
             // adding 1.5 * 2^23 rounds to the nearest integer, which is then in the last bits
             const i32x16 r = (i32x16)(load_f32(x + i) * inverse + 12582912.0f) - 0x4b400000;

@@ -16,7 +16,7 @@ struct Weight {
     int64_t rows, columns;
     int32_t bits, table, scales, minima, zero;
     int32_t group;      // columns of a scale; the row's for one per row
-    int32_t per_token;  // inputs have one scale per token; weights one per row
+    int32_t inputs;     // `Inputs`; of one scale per token, weights have one per row
     int32_t chunk_bytes;
     const uint8_t* codes;    // [panels, columns / 32, chunk_bytes]
     const uint8_t* scale;    // [panels, columns / group, 16]
@@ -170,7 +170,7 @@ typedef void (*Tile)(const Weight&, const Rounded&, int64_t, int64_t, f32x16*);
 
 template <int T>
 static Tile tile_of(const Weight& w) {
-    if (w.per_token) return tile_of_rows<T>;
+    if (w.inputs == TOKENS) return tile_of_rows<T>;
     if (w.table) return w.group == 16 ? tile<4, true, T, 16> : tile<4, true, T, 32>;
     switch (w.bits) {
         case 4: return tile<4, false, T, 32>;
@@ -206,7 +206,7 @@ extern "C" void armillary_linear(const Weight* weight, const float* x, int64_t t
     const Weight& w = *weight;
     static thread_local Rounded rounded;
     Rounded* inputs = &rounded;
-    inputs->shape(tokens, w.columns, w.per_token ? 0 : w.bits == 6 || w.group == 16 ? 16 : 32);
+    inputs->shape(tokens, w.columns, (Inputs)w.inputs, w.bits == 6 || w.group == 16 ? 16 : 32);
     const Tile tiles[] = {tile_of<12>(w), tile_of<4>(w), tile_of<1>(w)};
     const int times = offset(w.table ? 4 : w.bits) - (w.minima == NONE ? w.zero : 0);
     const int64_t panels = w.rows / 16;

@@ -1,7 +1,7 @@
 """Packed weights in the order of the C++ kernels, which multiply codes as integers (`packed_linear.cpp`).
 
-y = x @ weightᵀ with weight = scale · (code - zero) - minimum. Inputs are rounded to int8: a scale per 32 columns, as
-llama.cpp does, or per token where the checkpoint says so. `reference` is the definition in plain torch.
+y = x @ weightᵀ with weight = scale · (code - zero) - minimum. Inputs are rounded to int8, with the scales that
+the format's own runtime has (llama.cpp for GGUF). `reference` is the definition in plain torch.
 """
 
 import ctypes
@@ -19,6 +19,9 @@ from armillary.kernels.native.library import library
 
 PANEL, CHUNK, SUPER = 16, 32, 256
 ScaleKind = Literal["fp32", "fp16", "bf16", "super", "e8m0", "e4m3"]
+InputScales = Literal["chunk", "half chunk", "super", "token"]
+"""inputs with one scale: 32; 32, in fp16 (llama.cpp's Q8_0); 256 (its Q8_K); all"""
+_INPUTS: tuple[InputScales, ...] = ("chunk", "half chunk", "super", "token")
 _SCALES: tuple[ScaleKind, ...] = ("fp32", "fp16", "bf16", "super", "e8m0", "e4m3")
 _CHUNK_BYTES = {4: 256, 5: 320, 6: 384, 8: 512}
 _FLOAT_KINDS: dict[torch.dtype, ScaleKind] = {
@@ -45,7 +48,7 @@ class Codes:
     super_NS: Tensor | None = None  # fp16: factor of the scales per 256 inputs; of e4m3: fp32 [N, 1]
     super_minimum_NS: Tensor | None = None  # fp16
     fp4: Literal["", "e8m0", "e4m3"] = ""  # codes are E2M1; the format of the scales
-    per_token: bool = False  # inputs have one scale per token
+    inputs: InputScales = "chunk"  # how inputs are rounded
 
     @property
     def scale_kind(self) -> ScaleKind:
@@ -68,9 +71,9 @@ def refuses(codes: Codes) -> str | None:
         return f"no kernel for groups of {codes.group} columns"
     if codes.group == 16 and not (codes.fp4 or codes.bits == 6):
         return "groups of 16 are for fp4 and 6 bits"
-    if codes.scale_kind == "super" and columns % SUPER:
+    if "super" in (codes.scale_kind, codes.inputs) and columns % SUPER:
         return "blocks of 256 columns"
-    if codes.per_token and (codes.bits != 8 or codes.group != columns or codes.zero_NG is not None):
+    if codes.inputs == "token" and (codes.bits != 8 or codes.group != columns or codes.zero_NG is not None):
         return "inputs are rounded per token for 8 bits with a scale per row"
     return None
 
@@ -80,7 +83,7 @@ class _Struct(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("columns", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("bits", "table", "scales", "minima", "zero")),
-        *((name, ctypes.c_int32) for name in ("group", "per_token", "chunk_bytes")),
+        *((name, ctypes.c_int32) for name in ("group", "inputs", "chunk_bytes")),
         *((name, ctypes.c_void_p) for name in ("codes", "scale", "minimum", "super", "super_min", "order")),
         ("values", ctypes.c_uint8 * 16),
     )
@@ -117,7 +120,7 @@ class PackedWeight:
             minima=minima,
             zero=_FP4_ZERO if codes.fp4 else codes.zero,
             group=codes.group,
-            per_token=codes.per_token,
+            inputs=_INPUTS.index(codes.inputs),
             chunk_bytes=_CHUNK_BYTES[codes.bits],
             values=(ctypes.c_uint8 * 16)(*(value + _FP4_ZERO for value in FP4_TIMES_2)),
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
@@ -254,15 +257,18 @@ def dequantised(codes: Codes) -> Tensor:
     return weight_NK
 
 
-def rounded(x_MK: Tensor, *, per_token: bool) -> Tensor:
+def rounded(x_MK: Tensor, inputs: InputScales) -> Tensor:
     """Inputs as the kernels round them."""
-    runs = x_MK.float() if per_token else x_MK.float().unflatten(-1, (-1, CHUNK))
-    scale = runs.abs().amax(dim=-1, keepdim=True) / 127
-    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    width = {"super": SUPER, "token": x_MK.shape[-1]}.get(inputs, CHUNK)
+    runs = x_MK.float().unflatten(-1, (-1, width))
+    most = runs.abs().amax(dim=-1, keepdim=True)
+    scale, inverse = most / 127, torch.where(most > 0, 127 / most, 0.0)
+    if inputs == "half chunk":
+        scale = scale.half().float()
     codes = (runs.double() * inverse.double()).round()  # the kernels' fused multiply-add has no rounding in between
     return (codes.float() * scale).view(x_MK.shape)
 
 
 def reference(x_MK: Tensor, codes: Codes) -> Tensor:
     """What a `PackedWeight` computes, in plain torch."""
-    return F.linear(rounded(x_MK, per_token=codes.per_token), dequantised(codes))
+    return F.linear(rounded(x_MK, codes.inputs), dequantised(codes))

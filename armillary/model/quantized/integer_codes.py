@@ -50,7 +50,7 @@ def _of_groups(part: PackedRows, format: IntGroups) -> Codes:
         scale_NG=scale,
         zero=1 << (format.bits - 1),
         zero_NG=part.rows["zero"].to(torch.uint8) if format.zeros else None,
-        per_token=format.int8_activations and scale.shape[1] == 1 and not format.zeros,
+        inputs="token" if format.int8_activations and scale.shape[1] == 1 and not format.zeros else "chunk",
     )
 
 
@@ -68,12 +68,14 @@ def _halves(blocks: Tensor, first: int, rows: int) -> Tensor:
 
 def _q8_0(blocks: Tensor, rows: int) -> Codes:
     codes = gguf.q8_0_codes(blocks).view(torch.uint8) ^ 128
-    return Codes(codes_NK=codes.view(rows, -1), bits=8, group=32, scale_NG=_halves(blocks, 0, rows), zero=128)
+    scale = _halves(blocks, 0, rows)
+    return Codes(codes_NK=codes.view(rows, -1), bits=8, group=32, scale_NG=scale, zero=128, inputs="half chunk")
 
 
 def _q4_0(blocks: Tensor, rows: int) -> Codes:
     codes = gguf.q4_0_codes(blocks).view(rows, -1)
-    return Codes(codes_NK=codes, bits=4, group=32, scale_NG=_halves(blocks, 0, rows), zero=8)
+    scale = _halves(blocks, 0, rows)
+    return Codes(codes_NK=codes, bits=4, group=32, scale_NG=scale, zero=8, inputs="half chunk")
 
 
 def _with_minima(blocks: Tensor, rows: int, codes: Tensor, bits: int) -> Codes:
@@ -86,6 +88,7 @@ def _with_minima(blocks: Tensor, rows: int, codes: Tensor, bits: int) -> Codes:
         super_NS=_halves(blocks, 0, rows),
         minimum_NG=minima.view(rows, -1),
         super_minimum_NS=_halves(blocks, 2, rows),
+        inputs="super",
     )
 
 
@@ -97,6 +100,7 @@ def _q6_k(blocks: Tensor, rows: int) -> Codes:
         scale_NG=blocks[:, 192:208].contiguous().view(torch.int8).view(rows, -1),
         super_NS=_halves(blocks, 208, rows),
         zero=32,
+        inputs="super",
     )
 
 

@@ -34,20 +34,20 @@ def some_codes() -> dict[str, Codes]:
         return torch.rand(N, columns, generator=generator) + 0.1
 
     halves = {"super_NS": scale(2).half(), "super_minimum_NS": scale(2).half()}
-    minima = {"scale_NG": whole(16, 64), "minimum_NG": whole(16, 64), **halves}
+    minima = {"scale_NG": whole(16, 64), "minimum_NG": whole(16, 64), "inputs": "super", **halves}
     row = {"codes_NK": whole(K, 256), "bits": 8, "group": K, "scale_NG": scale(1), "zero": 128}
     return {
-        "Q8_0": Codes(codes_NK=whole(K, 256), bits=8, group=32, scale_NG=scale(16).half(), zero=128),
+        "Q8_0": Codes(codes_NK=whole(K, 256), bits=8, group=32, scale_NG=scale(16).half(), zero=128, inputs="half chunk"),
         "int8": Codes(**row),
-        "W8A8": Codes(**row, per_token=True),
-        "Q4_0": Codes(codes_NK=whole(K, 16), bits=4, group=32, scale_NG=scale(16).half(), zero=8),
+        "W8A8": Codes(**row, inputs="token"),
+        "Q4_0": Codes(codes_NK=whole(K, 16), bits=4, group=32, scale_NG=scale(16).half(), zero=8, inputs="half chunk"),
         "int4": Codes(codes_NK=whole(K, 16), bits=4, group=128, scale_NG=scale(4).bfloat16(), zero=8),
         "zeros": Codes(codes_NK=whole(K, 16), bits=4, group=64, scale_NG=scale(8).half(), zero_NG=whole(8, 16)),
         "Q4_K": Codes(codes_NK=whole(K, 16), bits=4, group=32, **minima),
         "Q5_K": Codes(codes_NK=whole(K, 32), bits=5, group=32, **minima),
         "Q6_K": Codes(
             codes_NK=whole(K, 64), bits=6, group=16, scale_NG=whole(32, 256).view(torch.int8),
-            super_NS=halves["super_NS"], zero=32,
+            super_NS=halves["super_NS"], zero=32, inputs="super",
         ),
         "MXFP4": Codes(codes_NK=whole(K, 16), bits=4, group=32, scale_NG=whole(16, 9) + 120, fp4="e8m0"),
         "NVFP4": Codes(
@@ -101,7 +101,7 @@ def test_large_and_empty_numbers() -> None:
     """The largest codes do not overflow; a row of zeros has no scale."""
     codes = Codes(
         codes_NK=torch.full((16, 65536), 255, dtype=torch.uint8), bits=8, group=65536, scale_NG=torch.ones(16, 1),
-        zero=128, per_token=True,
+        zero=128, inputs="token",
     )  # fmt: skip
     weight = PackedWeight.of([codes])
     assert weight(torch.ones(1, 65536))[0, 0] == pytest.approx(127 * 65536, rel=1e-6)
@@ -117,10 +117,10 @@ def test_codes_are_unpacked_as_they_were(bits: int) -> None:
 
 
 def test_inputs_are_rounded_to_127_steps() -> None:
-    x = torch.randn(3, 64)
-    for per_token in (True, False):
-        widest = x.abs().amax(dim=1) / 127
-        assert ((rounded(x, per_token=per_token) - x).abs().amax(dim=1) <= widest / 2 * 1.001).all()
+    x = torch.randn(3, 512)
+    for inputs in ("chunk", "half chunk", "super", "token"):
+        widest, errors = x.abs().amax(dim=1) / 127, (rounded(x, inputs) - x).abs().amax(dim=1)
+        assert (errors <= widest * (0.55 if "half" in inputs else 0.5005)).all()
 
 
 def test_what_no_kernel_takes_is_refused() -> None:
@@ -133,7 +133,7 @@ def test_what_no_kernel_takes_is_refused() -> None:
     assert refuses(codes(16, 64, 64)) is None
     assert "sixteens" in str(refuses(codes(20, 64, 64))) and "32s" in str(refuses(codes(16, 48, 48)))
     assert "groups of 16" in str(refuses(codes(16, 64, 16)))
-    assert "per token" in str(refuses(codes(16, 64, 32, per_token=True)))
+    assert "per token" in str(refuses(codes(16, 64, 32, inputs="token")))
 
 
 @needs_compiler
