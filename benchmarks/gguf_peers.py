@@ -4,9 +4,9 @@
     python benchmarks/gguf_peers.py m25 [--prompts 10] [--tokens 64] [--formats F16,Q8_0,…] [--json]
 
 The F16 file is ours; the others are made from it by `llama_model_quantize`, the function behind `llama-quantize`. Both
-sides get the same token ids and keep their KV caches in fp32. Exits 1 where a format does not hold: tokens are equal on
+sides get the same token ids and keep their KV caches in fp32, without flash attention, which would round them. Exits 1 where a format does not hold: tokens are equal on
 9 of 10 prompts, and where they part, llama.cpp's two best logits are within 0.1 of each other. The last column says how
-often llama.cpp agrees with itself when its KV cache is in fp16: with inputs rounded to 8 bits, a change in the last
+often llama.cpp agrees with itself as it runs by default, with flash attention and a KV cache in fp16: with inputs rounded to 8 bits, a change in the last
 place of one number moves codes, those move others in every later layer, and near ties are decided anew.
 
 Needs `llama-cpp-python`; `make peers` builds it.
@@ -38,7 +38,7 @@ class Compared:
     prompts: int
     equal: int
     gaps: list[float]  # between llama.cpp's two best logits, at the first token that differs
-    itself: int  # prompts on which llama.cpp equals itself with a KV cache in fp16
+    itself: int  # prompts on which llama.cpp equals itself as it runs by default
 
     @property
     def holds(self) -> bool:
@@ -84,7 +84,7 @@ def load_llama() -> Any:
 
 
 def their_tokens(
-    path: Path, prompts: list[list[int]], most: int, threads: int, *, kv_fp16: bool = False
+    path: Path, prompts: list[list[int]], most: int, threads: int, *, default: bool = False
 ) -> list[list[tuple[int, float]]]:
     """Greedy tokens by prompt, each with the gap between its logit and the second best."""
     import numpy as np
@@ -95,7 +95,9 @@ def their_tokens(
         raise SystemExit(f"llama.cpp cannot read {path}")
     wanted = llama.llama_context_default_params()
     wanted.n_ctx, wanted.n_threads, wanted.n_threads_batch = PROMPT_TOKENS + most + 8, threads, threads
-    wanted.type_k = wanted.type_v = llama.GGML_TYPE_F16 if kv_fp16 else llama.GGML_TYPE_F32
+    if not default:
+        wanted.type_k = wanted.type_v = llama.GGML_TYPE_F32
+        wanted.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
     context = llama.llama_init_from_model(model, wanted)
     vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
 
@@ -138,7 +140,7 @@ def compare(path: Path, format: str, prompts: list[list[int]], most: int, thread
         apart = [gap for (token, gap), mine in zip(answer, tokens, strict=True) if token != mine]
         equal += not apart
         gaps += apart[:1]
-    again = their_tokens(path, prompts, most, threads, kv_fp16=True)
+    again = their_tokens(path, prompts, most, threads, default=True)
     itself = sum([token for token, _ in a] == [token for token, _ in b] for a, b in zip(theirs, again, strict=True))
     return Compared(format=format, prompts=len(prompts), equal=equal, gaps=gaps, itself=itself)
 

@@ -1,4 +1,4 @@
-"""Tile sizes of the 2-simplicial kernels. The first of bf16 are the fastest of an H200 (benchmarks/simplicial_h200.md)."""
+"""Tile sizes of the 2-simplicial kernels. bf16: the fastest of an H200 first (benchmarks/simplicial_h200.md)."""
 
 from dataclasses import dataclass
 

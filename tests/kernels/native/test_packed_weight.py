@@ -35,12 +35,13 @@ def some_codes() -> dict[str, Codes]:
 
     halves = {"super_NS": scale(2).half(), "super_minimum_NS": scale(2).half()}
     minima = {"scale_NG": whole(16, 64), "minimum_NG": whole(16, 64), "inputs": "super", **halves}
+    chunks = {"group": 32, "inputs": "half chunk"}
     row = {"codes_NK": whole(K, 256), "bits": 8, "group": K, "scale_NG": scale(1), "zero": 128}
     return {
-        "Q8_0": Codes(codes_NK=whole(K, 256), bits=8, group=32, scale_NG=scale(16).half(), zero=128, inputs="half chunk"),
+        "Q8_0": Codes(codes_NK=whole(K, 256), bits=8, scale_NG=scale(16).half(), zero=128, **chunks),
         "int8": Codes(**row),
         "W8A8": Codes(**row, inputs="token"),
-        "Q4_0": Codes(codes_NK=whole(K, 16), bits=4, group=32, scale_NG=scale(16).half(), zero=8, inputs="half chunk"),
+        "Q4_0": Codes(codes_NK=whole(K, 16), bits=4, scale_NG=scale(16).half(), zero=8, **chunks),
         "int4": Codes(codes_NK=whole(K, 16), bits=4, group=128, scale_NG=scale(4).bfloat16(), zero=8),
         "zeros": Codes(codes_NK=whole(K, 16), bits=4, group=64, scale_NG=scale(8).half(), zero_NG=whole(8, 16)),
         "Q4_K": Codes(codes_NK=whole(K, 16), bits=4, group=32, **minima),
