@@ -4,10 +4,11 @@
     python benchmarks/gguf_peers.py m25 [--prompts 10] [--tokens 64] [--formats F16,Q8_0,…] [--json]
 
 The F16 file is ours; the others are made from it by `llama_model_quantize`, the function behind `llama-quantize`. Both
-sides get the same token ids and keep their KV caches in fp32, without flash attention, which would round them. Exits 1 where a format does not hold: tokens are equal on
-9 of 10 prompts, and where they part, llama.cpp's two best logits are within 0.1 of each other. The last column says how
-often llama.cpp agrees with itself as it runs by default, with flash attention and a KV cache in fp16: with inputs rounded to 8 bits, a change in the last
-place of one number moves codes, those move others in every later layer, and near ties are decided anew.
+sides get the same token ids and keep their KV caches in fp32, llama.cpp without flash attention, which would round its
+own. Exits 1 where a format does not hold: tokens are equal on 9 of 10 prompts, and where they part, llama.cpp's two
+best logits are within 0.1 of each other. The last column says how often llama.cpp agrees with itself as it runs by
+default, with flash attention and a KV cache in fp16: with inputs rounded to 8 bits, a change in the last place of one
+number moves a code, which moves others in every later layer, and near ties are decided anew.
 
 Needs `llama-cpp-python`; `make peers` builds it.
 """
