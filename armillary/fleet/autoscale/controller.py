@@ -65,12 +65,13 @@ class Controller:
         log: Path,
         say: Callable[[str], None],
         hung_s: float = HUNG_S,
+        slow_s: float = SLOW_S,
         poll_s: float = POLL_S,
     ) -> None:
         """`model` is its name for clients, `served` its name at the replicas; `target` replicas at the start."""
         self._pool, self._gateway, self._models, self._say = pool, gateway, models, say
         self.model, self._served, self.target, self.autoscaler = model, served, target, autoscaler
-        self._log, self._hung_s, self._poll_s = log, hung_s, poll_s
+        self._log, self._hung_s, self._slow_s, self._poll_s = log, hung_s, slow_s, poll_s
         self.routed: dict[str, Routed] = {}
         self.members: Sequence[Member] = ()
         self.release = ""  # that replicas are started with; others are replaced one by one
@@ -176,7 +177,7 @@ class Controller:
         now, works = time.monotonic(), any(routed.replica.up for routed in self.routed.values())
         for name, routed in list(self.routed.items()):
             hung = routed.replica.breaker.retry_at is not None and routed.replica.breaker.by_probe
-            limit_s = self._hung_s if hung else SLOW_S
+            limit_s = self._hung_s if hung else self._slow_s
             if not hung and not (routed.replica.slow and works):
                 routed.down_since = None
             elif routed.down_since is None:

@@ -65,6 +65,8 @@ async def service_of(
     scaler: Autoscaler | None = None,
     stop: bool = True,
     hung_s: float = 1.0,
+    slow_s: float = 60.0,
+    slow_tick_s: float | None = None,
     gateway: dict[str, Any] | None = None,
 ) -> AsyncIterator[Service]:
     def command(port: int, release: str) -> list[str]:
@@ -74,7 +76,14 @@ async def service_of(
     settings: dict[str, Any] = {"health_interval_s": 0.3, "health_timeout_s": 0.5, "retries": 3}
     settings = settings if gateway is None else gateway
     async with gateway_of(
-        folder, gateway=settings, health=True, managed=True, policy="least-load", probe="ready", max_park_s=60.0
+        folder,
+        gateway=settings,
+        health=True,
+        slow_tick_s=slow_tick_s,
+        managed=True,
+        policy="least-load",
+        probe="ready",
+        max_park_s=60.0,
     ) as client:
         controller = Controller(
             pool,
@@ -87,6 +96,7 @@ async def service_of(
             log=folder / "decisions.jsonl",
             say=lambda text: None,
             hung_s=hung_s,
+            slow_s=slow_s,
             poll_s=0.1,
         )
         task = asyncio.create_task(controller.run())

@@ -16,7 +16,7 @@ if "--port" in ARGS:
     ARGS = [ARGS[ARGS.index("--port") + 1], *ARGS[:2], ARGS[ARGS.index("--host") + 1]]
 PORT, SECONDS, SLOTS = int(ARGS[0]), float(ARGS[1]), int(ARGS[2])
 slots, waiting, lock = threading.Semaphore(SLOTS), [0], threading.Lock()
-hung = threading.Event()
+hung, trickles = threading.Event(), threading.Event()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -34,6 +34,8 @@ class Handler(BaseHTTPRequestHandler):
         if asked["prompt"] == "hang":
             hung.set()
             time.sleep(60)
+        if asked["prompt"] == "trickle":
+            trickles.set()
         if SECONDS < 0:
             return self.answer(b"{}", 500)
         if asked.get("stream"):
@@ -47,14 +49,14 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(json.dumps({"object": "text_completion", "choices": [{"text": str(PORT)}]}).encode())
 
     def stream(self, tokens: int) -> None:
-        """A token every SECONDS."""
+        """A token every SECONDS; every 1.5 s once a prompt has said so."""
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
         for text in [b'data: {"choices":[{"index":0,"text":"tok"}]}\n\n'] * tokens + [b"data: [DONE]\n\n", b""]:
             self.wfile.write(b"%x\r\n%s\r\n" % (len(text), text))
-            time.sleep(SECONDS)
+            time.sleep(1.5 if trickles.is_set() else SECONDS)
 
     def answer(self, body: bytes, status: int = 200) -> None:
         self.send_response(status)

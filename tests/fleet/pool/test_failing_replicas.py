@@ -1,5 +1,5 @@
-"""A replica that is killed or hangs in the middle of streams, with the settings that services have: no client hangs,
-and it is out of the rotation at once and replaced."""
+"""A replica that is killed, hangs or becomes slow in the middle of streams: no client hangs, and it is out of the
+rotation at once and replaced. Killed and hung with the settings that services have, slow with a shorter grace."""
 
 from __future__ import annotations
 
@@ -71,3 +71,37 @@ async def test_killed_in_the_middle_of_streams(folder: Path) -> None:
 @scenario
 async def test_hung_in_the_middle_of_streams(folder: Path) -> None:
     await failing(folder, signal.SIGSTOP)
+
+
+SLOW_S, TICK_S = 2.0, 0.1
+"""grace of a slow replica, and how often streams are looked at"""
+
+
+@scenario
+async def test_streams_that_trickle(folder: Path) -> None:
+    """It passes its health checks all along. Others stream meanwhile, so it is not the load; after the grace it is
+    killed, and a new one takes its place."""
+    async with service_of(
+        folder, target=2, seconds=0.02, slow_s=SLOW_S, slow_tick_s=TICK_S, gateway={"slow_gap_s": 0.3}
+    ) as service:
+        await until(lambda: service.ready() == 2, 60.0)
+        before = dict(service.controller.routed)
+        body = {"model": "bot", "prompt": "x", "max_tokens": 400, "stream": True}
+        tasks = [asyncio.create_task(service.client.post(body)) for _ in range(4)]
+        await asyncio.sleep(1.0)
+        begin = time.monotonic()
+        trickle = asyncio.create_task(service.client.post({**body, "prompt": "trickle"}))
+        await until(lambda: any(routed.replica.slow for routed in before.values()), OUT_S)
+        out_s = time.monotonic() - begin
+        (victim,) = [name for name, routed in before.items() if routed.replica.slow]
+        assert before[victim].replica.breaker.retry_at is None, "its health checks pass"
+        picks = before[victim].replica.requests
+        assert [await service.ask() for _ in range(6)] == [200] * 6 and before[victim].replica.requests == picks
+        await until(lambda: victim not in service.controller.routed and service.ready() == 2, SLOW_S + 30)
+        replaced_s = time.monotonic() - begin
+        assert replaced_s > SLOW_S, "not before the grace"
+        done = await asyncio.wait_for(asyncio.gather(trickle, *tasks), 30)
+        broken = [answer for answer in done if "error" in answer.text]
+        assert "error" in done[0].text and len(broken) < len(done), "those of the other replica are whole"
+        assert all("[DONE]" in answer.text for answer in done if answer not in broken)
+        print(f"slow: out after {out_s:.1f} s, replaced after {replaced_s:.1f} s, {len(broken)} streams ended")
