@@ -78,9 +78,9 @@ WARM_S = 30.0
 """beginning that is left out"""
 
 
-def write_day(path: Path, trace: Path, seconds: float, low: float, peak: float, cycles: int) -> int:
+def write_day(path: Path, trace: Path, seconds: float, low: float, peak: float, cycles: int, seed: int) -> int:
     """Requests of the trace in their order, at a Poisson rate from low to peak and back, `cycles` times; how many."""
-    rng, rows, now, lines = Random(0), iter(read_trace(trace)), 0.0, list[str]()
+    rng, rows, now, lines = Random(seed), iter(read_trace(trace)), 0.0, list[str]()
     while (now := now + rng.expovariate(peak)) < seconds:
         rate = low + (peak - low) * (1 - cos(2 * pi * cycles * now / seconds)) / 2
         if rng.random() < rate / peak:
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=1)
     parser.add_argument("--start", type=float, default=4.0, help="seconds that a replica takes to start")
     parser.add_argument("--cooldown", type=float, default=15.0)
+    parser.add_argument("--seed", type=int, default=0, help="another day")
     parser.add_argument("--target", type=float, default=Autoscale.target)
     parser.add_argument("--simulated", action="store_true", help="leave the real processes out")
     args = parser.parse_args()
@@ -157,7 +158,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "bot")
-        count = write_day(folder / "day.jsonl", args.trace, seconds, args.low, args.peak, args.cycles)
+        count = write_day(folder / "day.jsonl", args.trace, seconds, args.low, args.peak, args.cycles, args.seed)
         (folder / "service.toml").write_text(
             RECIPE.format(start_s=args.start, cooldown_s=args.cooldown, target=args.target, seconds=seconds)
         )

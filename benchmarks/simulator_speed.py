@@ -80,11 +80,12 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=400, help="per replica")
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--only", default="", help="of the deployments, those whose names have this text")
     parser.add_argument("--slow", action="store_true", help="the whole engine, as before stretches were planned, too")
     parser.add_argument("--curve", action="store_true", help="the same from a capacity curve, and the difference")
     args = parser.parse_args()
     arrivals = arrivals_of(args.trace, 8.0 * args.replicas, args.requests * args.replicas)
-    for name, cost in COSTS.items():
+    for name, cost in ((name, cost) for name, cost in COSTS.items() if args.only in name):
         begin, cpu = time.perf_counter(), time.process_time()
         fleet = Fleet(replicas=args.replicas, policy="least-load")
         run = SimulatedFleet(arrivals, SYSTEM, cost, fleet).run()

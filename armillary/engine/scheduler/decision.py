@@ -131,9 +131,11 @@ class Decision:
         keys = sum(self.positions) + decodes
         drawn = len([seq for seq in self.sampling if seq.request.params.temperature])
         if not chunks:
-            return StepWork(0, decodes, keys, drawn_tokens=drawn)
-        past = sum([chunk.start for chunk in chunks])
-        return StepWork(self.num_prefill_tokens, decodes, keys, self.num_prefill_pairs, len(chunks), past, drawn)
+            return StepWork(0, decodes, keys, 0.0, 0, 0, drawn)
+        tokens, pairs, past = 0, 0.0, 0
+        for _, _, start, size, _ in chunks:
+            tokens, pairs, past = tokens + size, pairs + size * (start + (size + 1) / 2), past + start
+        return StepWork(tokens, decodes, keys, pairs, len(chunks), past, drawn)
 
     def text(self) -> str:
         """One line for logs."""

@@ -61,8 +61,9 @@ class PrefillController:
         if self._fit is None:
             first = alone / 300 * _UNITS[1]  # reading the weights takes as long as computing some 300 tokens
             self._fit = [0.0, first, first * _UNITS[2] / _UNITS[1] / self._attention if self._attention else 0.0]
-        least = (-alone, alone / 3000 * _UNITS[1], 0.0)
-        start_s, token_s, pair_s = (max(x, low) / unit for x, low, unit in zip(self._fit, least, _UNITS, strict=True))
+        start_s = max(self._fit[0], -alone)
+        token_s = max(self._fit[1] / _UNITS[1], alone / 3000)
+        pair_s = max(self._fit[2], 0.0) / _UNITS[2]
         budget = (self._limit(alone) - alone - start_s) / token_s
         return max(1.0, budget), token_s / pair_s if pair_s else None
 

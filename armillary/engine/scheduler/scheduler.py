@@ -320,8 +320,7 @@ class Scheduler:
             sampled = [token for seq, token in zip(sequences, sampled, strict=True) if seq.finish is None]
             sequences = [seq for seq in sequences if seq.finish is None]
             self.totals.discarded += len(decision.sampling) - len(sampled)
-        for seq, token in zip(sequences, sampled, strict=True):
-            seq.tokens.append(token)
+        deque(map(list.append, [seq.tokens for seq in sequences], sampled), maxlen=0)  # each row of each step, in C
         over = self._endings(decision, sequences, sampled)
         for seq in decision.prefill_done:
             if seq.first_token_at is None:

@@ -6,6 +6,7 @@ shared prefixes can be generated without storing any text.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -32,7 +33,12 @@ class Arrival:
     @property
     def params(self) -> SamplingParams:
         """As its request has them."""
-        return SamplingParams(max_tokens=self.limit, n=self.answers, temperature=self.temperature)
+        return _params(self.limit, self.answers, self.temperature)
+
+
+@lru_cache(maxsize=4096)
+def _params(limit: int, answers: int, temperature: float) -> SamplingParams:
+    return SamplingParams(max_tokens=limit, n=answers, temperature=temperature)
 
 
 def recorded(requests: Sequence[Mapping[str, Any]]) -> tuple[Arrival, ...]:

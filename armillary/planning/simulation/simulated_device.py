@@ -51,10 +51,12 @@ class SimulatedDevice:
         return self.now
 
     def launch(self, decision: Decision) -> Launched:
-        work = decision.work
-        taken = (self._cost.seconds(work) + self._cost.host_block_s * decision.num_host_blocks) * self.slowdown
-        ratios = self._cost.noise.ratios_near(work.prefill_tokens > 0, taken)
-        taken *= self._rng.choice(ratios) if ratios else 1.0
+        work, cost = decision.work, self._cost
+        taken = cost.seconds(work) * self.slowdown
+        if decision.copies:
+            taken += cost.host_block_s * decision.num_host_blocks * self.slowdown
+        if cost.noise.ratios:
+            taken *= self._rng.choice(cost.noise.ratios_near(work.prefill_tokens > 0, taken))
         if decision.drafts:
             assert self._drafting is not None, "only a system that drafts has a scheduler that does"
             taken += self._drafting.draft(decision, self._rng) * self.slowdown

@@ -163,7 +163,9 @@ class SimulatedReplica:
             self._preempted_at.setdefault(seq.id, before)
         if device.collected is not None:
             taken = device.collected
-            sampled = len(taken.sampling) - sum(draft.count for draft in taken.drafts)  # drafts come together
+            sampled = len(taken.sampling)
+            if taken.drafts:  # they come together
+                sampled -= sum(draft.count for draft in taken.drafts)
             self._note_gaps(sampled, taken.prefill_done, device.now - before)
         elif decision.empty and not self.scheduler.request_table.running:
             self._nap()
