@@ -85,19 +85,12 @@ def run(
 def _write_nginx(out: Output, target: Path, host: str, port: int, file: Path | None) -> None:
     """Write the configuration of an nginx in front of a gateway on this address."""
     from armillary.fleet.gateway.gateway_config import GatewaySettings, load_config
-    from armillary.fleet.gateway.nginx_config import NginxSettings, longest_silence_s, nginx_config
+    from armillary.fleet.gateway.nginx_config import config_before
     from armillary.store.atomic import write_text
 
     settings = load_config(file).gateway if file is not None else GatewaySettings()
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    written = NginxSettings(
-        gateways=[address],
-        max_body_bytes=settings.max_body_bytes,
-        longest_silence_s=longest_silence_s(settings),
-        gateway_tls=bool(settings.tls_certificate),
-        root_path=settings.root_path.rstrip("/"),
-    )
-    write_text(target, nginx_config(written))
+    write_text(target, config_before(settings, host, port))
     out.say(f"wrote {target}: put it into /etc/nginx/conf.d, add further gateways under upstream, and run nginx -t")
     out.result({"file": str(target), "gateway": address}, quiet=str(target))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from armillary.fleet.gateway.gateway_app import Gateway
     from armillary.fleet.gateway.gateway_config import GatewaySettings
     from armillary.fleet.gateway.model_routers import Models
+    from armillary.serving.http.server import ListenOptions
     from armillary.spec.recipe import Recipe
     from armillary.spec.replica_pool import Pool
 
@@ -75,11 +78,37 @@ def up(
     companion = partial(_controlled, pool=pool, recipe=recipe, limits=limits, name=name, folder=folder, say=say)
     keys = KeyFile(home.work / "gateway" / "keys.json")
     listen = ListenOptions(host=host, port=port)
-    try:
-        run_gateway(_config(name, recipe, settings), listen, keys=keys, folder=folder, say=say, companion=companion)
-    finally:
-        say("stopping the replicas")
-        pool.stop_all(recipe.serve.drain_s + 5.0)
+    with backed(recipe, settings, listen, folder, say) as settings:
+        config = _config(name, recipe, settings)
+        try:
+            run_gateway(config, listen, keys=keys, folder=folder, say=say, companion=companion)
+        finally:
+            say("stopping the replicas")
+            pool.stop_all(recipe.serve.drain_s + 5.0)
+
+
+@contextmanager
+def backed(
+    recipe: Recipe, settings: GatewaySettings, listen: ListenOptions, folder: Path, say: Any
+) -> Iterator[GatewaySettings]:
+    """Redis and nginx of the service's own, where the recipe wants them; the gateway's settings with them."""
+    from armillary.fleet.gateway.nginx_config import config_before
+    from armillary.fleet.pool.backing_services import nginx_server, redis_server
+
+    fleet = recipe.fleet
+    with ExitStack() as running:
+        if fleet.redis:
+            if settings.redis:
+                raise BadInput("fleet.redis starts a Redis, and gateway.redis names another; leave one of them out")
+            settings = replace(settings, redis=running.enter_context(redis_server(folder / "redis")))
+            say(f"limits are kept in {settings.redis}, with its data in {folder / 'redis'}")
+        if fleet.nginx_port is not None:
+            if not listen.port:
+                raise BadInput("fleet.nginx_port needs a gateway on a fixed port; give --port")
+            config = config_before(settings, listen.host, listen.port, port=fleet.nginx_port)
+            running.enter_context(nginx_server(folder / "nginx", fleet.nginx_port, config))
+            say(f"clients may use http://127.0.0.1:{fleet.nginx_port}/v1, where nginx listens on every address")
+        yield settings
 
 
 def _render(out: Output, service: Path, overrides: tuple[str, ...], target: str, file: Path | None) -> None:

@@ -59,6 +59,21 @@ def longest_silence_s(settings: GatewaySettings) -> float:
     return max(settings.idle_timeout_s, first_s)
 
 
+def config_before(settings: GatewaySettings, host: str, port_of_gateway: int, **more: int) -> str:
+    """The configuration of an nginx in front of one gateway with these settings."""
+    address = f"[{host}]:{port_of_gateway}" if ":" in host else f"{host}:{port_of_gateway}"
+    return nginx_config(
+        NginxSettings(
+            gateways=[address],
+            max_body_bytes=settings.max_body_bytes,
+            longest_silence_s=longest_silence_s(settings),
+            gateway_tls=bool(settings.tls_certificate),
+            root_path=settings.root_path.rstrip("/"),
+            **more,
+        )
+    )
+
+
 def nginx_config(settings: NginxSettings) -> str:
     """An `http` block's content, for a file under /etc/nginx/conf.d."""
     servers = "\n".join(f"    server {address} max_fails=2 fail_timeout=5s;" for address in settings.gateways)

@@ -30,11 +30,16 @@ class Fleet:
     """simulation: time until a failed replica gets no more requests"""
     max_wait_s: float = 120.0
     """time for which a request waits for a replica where there is none (scaled to zero, all failed)"""
+    redis: bool = False
+    """armillary up starts a Redis of the service's own, which keeps limits and budgets; gateway.redis names another"""
+    nginx_port: int | None = None
+    """armillary up starts an nginx in front of the gateway, on this port of every address"""
 
     def __post_init__(self) -> None:
         at_least(self, "fleet", 0, "replicas", "start_s", "failures_per_hour", "detect_s")
         above_zero(self, "fleet", "max_wait_s")
         above_zero(self, "fleet", "acceptance", most=1)
+        above_zero(self, "fleet", "nginx_port", most=65_535)
 
 
 @dataclass(frozen=True, kw_only=True)
