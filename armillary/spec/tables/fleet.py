@@ -50,7 +50,7 @@ class Autoscale:
     """most replicas; none: the fleet keeps its size"""
     min_replicas: int = 1
     """least replicas; 0: none after autoscale.idle_s without requests, and the next request waits for a start"""
-    target: float = 0.85
+    target: float = 0.9
     """share of a replica's capacity at which it is meant to run; the highest at which 99 % of the requests of simulated
     days met their objectives (benchmarks/simulator.md)"""
     interval_s: float = 5.0

@@ -43,7 +43,7 @@ def test_replicas_follow_the_rate() -> None:
     assert service.replicas == 1
     decision = service.look(39.0, 60)
     assert max(each.replicas for _, each in service.log) <= 7  # the step looked like a ramp
-    assert service.replicas == 5 and decision.needs["rate"] == pytest.approx(39 / 8.5, rel=0.05)  # 39 / (10 · 0.85)
+    assert service.replicas == 5 and decision.needs["rate"] == pytest.approx(39 / 9, rel=0.05)  # 39 / (10 · 0.9)
 
 
 def test_a_surge_is_seen_by_the_panic_window() -> None:
@@ -58,7 +58,7 @@ def test_a_surge_is_seen_by_the_panic_window() -> None:
 def test_it_grows_by_a_factor_at_most() -> None:
     service = Service()
     sizes = [service.look(80.0).replicas for _ in range(5)]
-    assert sizes == [2, 4, 8, 10, 10]
+    assert sizes == [2, 4, 8, 9, 9]
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,33 @@ def test_every_signal_can_ask_for_a_replica(signals: dict[str, Any], name: str) 
     assert decision.replicas > 2 and any(each.reason.startswith(name) for _, each in service.log if each.change)
 
 
-def test_it_shrinks_to_what_the_last_cooldown_needed() -> None:
+def test_it_shrinks_to_what_the_last_half_cooldown_needed() -> None:
     service = Service(cooldown_s=60.0, max_rate_up=10.0)
     service.look(60.0, 20)
-    assert service.replicas == 8
+    assert service.replicas == 7
     changes = [service.look(10.0).change for _ in range(40)]
     assert service.replicas == 2 and sum(change < 0 for change in changes) >= 1
     assert all(change <= 0 for change in changes)
     first = next(i for i, change in enumerate(changes) if change < 0)
-    assert first * 5.0 >= 60.0 - 5.0
+    assert first * 5.0 >= 30.0 - 5.0
+
+
+def test_a_rate_that_falls_is_taken_to_now() -> None:
+    """Its mean is half a window old: on a steady way down, too many replicas would run all along."""
+    service = Service(replicas=10, max_replicas=12)
+    for step in range(40):
+        decision = service.look(90.0 - 2.0 * step)
+    rate = 90.0 - 2.0 * 39
+    stale = rate + 2.0 * 6  # of the window's middle
+    assert decision.needs["rate"] < (rate + stale) / 2 / 9.0
+
+
+def test_starts_count_as_measured_once_there_are_some() -> None:
+    scaler = Autoscaler(Autoscale(max_replicas=4), LIMITS, start_s=4.0)
+    assert scaler.start_s == 4.0
+    scaler.started(6.0)
+    scaler.started(8.0)
+    assert scaler.start_s == 7.0
 
 
 def test_it_does_not_flap_where_the_rate_does() -> None:
