@@ -70,6 +70,10 @@ def up(
     require_http()
     say = partial(click.echo, err=out.mode != "human")
     recipe, settings = read_service(service, overrides)
+    if recipe.fleet.prefill_replicas:
+        raise BadInput(
+            "fleet.prefill_replicas is for armillary simulate; replicas that run do both parts: leave it out"
+        )
     on_pods = recipe.fleet.pool == "kubernetes"  # which read the model where their volumes or registry have it
     name, reference = (name_of(recipe), recipe.model.source) if on_pods else registered(out, home, recipe)
     folder = home.work / "services" / name

@@ -99,7 +99,7 @@ Outcome = FleetOutcome | CurveOutcome
 
 def outcome_of(case: FleetCase) -> Outcome:
     """The case simulated as fleet.simulate says."""
-    if case.fleet.simulate == "each":
+    if case.fleet.simulate == "each" or case.fleet.prefill_replicas:
         return FleetOutcome(case, case.run())
     scaler = case.autoscaler()
     return CurveOutcome(case, CurveFleet(case, capacity_curve(case), autoscaler=scaler).run())

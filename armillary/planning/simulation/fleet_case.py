@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -14,8 +15,10 @@ from armillary.fleet.autoscale.policy import Autoscaler
 from armillary.fleet.autoscale.replica_capacity import Limits
 from armillary.planning.cost.cost import device_hour
 from armillary.planning.serving.deployment_options import server_of
+from armillary.planning.serving.disaggregation import transfer_s
 from armillary.planning.serving.serving_memory import kv_capacity_tokens, serving_memory
 from armillary.planning.serving.serving_plan import serving_request
+from armillary.planning.simulation.disaggregated_fleet import disaggregated
 from armillary.planning.simulation.fleet_run import FleetRun
 from armillary.planning.simulation.replayed_requests import Arrival, drawn
 from armillary.planning.simulation.request_slo import met
@@ -62,11 +65,15 @@ class FleetCase:
     traffic: Traffic
     usd_per_replica_hour: float | None = None
     """none: no price is known"""
+    transfer_s: Callable[[int], float] | None = None
+    """of the KV cache of a prompt of so many tokens, between two pools"""
     requests_per_arrival: float = 1.0
     """requests that an arrival stands for, where curves are used"""
 
     def run(self, *, limits: Limits | None = None, seed: int = 0) -> FleetRun:
         """Simulate it; `limits` of a replica are found by simulation where they are needed and not given."""
+        if self.fleet.prefill_replicas:
+            return disaggregated(self, seed)
         scaler, fleet = self.autoscaler(limits), self.fleet
         return SimulatedFleet(self.arrivals, self.system, self.cost, fleet, autoscaler=scaler, seed=seed).run()
 
@@ -99,9 +106,10 @@ def fleet_case(
     prompt = max(1, round(sum(each.tokens_in for each in arrivals) / len(arrivals)))
     context = max(1, prompt + round(sum(each.tokens_out for each in arrivals) / len(arrivals) / 2))
     draft: StepCost | None = None
-    if cost is None or kv_tokens is None or serve.speculate == "draft":
+    moves: Callable[[int], float] | None = None
+    if cost is None or kv_tokens is None or serve.speculate == "draft" or recipe.fleet.prefill_replicas:
         server = server_of(serving_request(recipe, config, cluster, home), recipe.layout)
-        serve = server.serve
+        serve, moves = server.serve, partial(transfer_s, server.replica)
         kv_tokens = kv_tokens or kv_capacity_tokens(server.replica, serving_memory(server.replica, serve))
         devices = server.replica.split.num_devices
         cost = cost or planned_step_cost(server.replica, context=context, prompt=prompt)
@@ -125,6 +133,7 @@ def fleet_case(
         objective=recipe.objective,
         traffic=recipe.traffic,
         usd_per_replica_hour=_price(recipe, cluster, devices),
+        transfer_s=moves,
         requests_per_arrival=weight,
     )
 

@@ -22,6 +22,8 @@ class Fleet:
     simulate: Literal["each", "curve"] = "each"
     """simulation: each: every replica; curve: a few replicas at rates from nearly idle to full, from which a fleet of
     any size is computed (without shared prefixes)"""
+    prefill_replicas: int = 0
+    """simulation: so many replicas more that only prefill; the others decode, once a prompt's KV cache has moved"""
     acceptance: float = 0.7
     """simulation: probability that a draft token is accepted, where serve.speculate is on"""
     failures_per_hour: float = 0.0
@@ -36,7 +38,7 @@ class Fleet:
     """armillary up starts an nginx in front of the gateway, on this port of every address"""
 
     def __post_init__(self) -> None:
-        at_least(self, "fleet", 0, "replicas", "start_s", "failures_per_hour", "detect_s")
+        at_least(self, "fleet", 0, "replicas", "prefill_replicas", "start_s", "failures_per_hour", "detect_s")
         above_zero(self, "fleet", "max_wait_s")
         above_zero(self, "fleet", "acceptance", most=1)
         above_zero(self, "fleet", "nginx_port", most=65_535)
