@@ -66,7 +66,8 @@ def diagnose(reading: Reading, home: Home) -> Diagnosis:
     priced = serving.assign_queue([_priced(finding, reading) for finding in _without_shared_levers(findings)])
     findings = [finding for finding in priced if finding.cause not in NEEDS_LEVER or is_worth(finding, reading)]
     findings.sort(key=lambda finding: _order(finding, reading))
-    limiting = findings[0] if findings and limits(findings[0], reading) else None
+    enough = is_enough(reading) or not reading.steps  # of a step or two, warm-up is all there is
+    limiting = findings[0] if findings and enough and limits(findings[0], reading) else None
     return _verdict(reading, findings, limiting)
 
 

@@ -99,3 +99,11 @@ def test_no_more_loader_workers_are_advised_than_there_are_cores() -> None:
     assert workers(1.0, 0.1, most=4) == 4 and workers(1.0, 0.1) == 13
     assert max_workers(replace(plan_of(), cluster=catalogue.cluster("h100"))) == 14, "112 cores for eight ranks"
     assert max_workers(replace(plan_of(), cluster=replace(catalogue.cluster("h100"), node=None))) == 16, "not known"
+
+
+def test_a_step_or_two_name_no_cause() -> None:
+    """They are warm-up: a run that was stopped at once waited for its first collective, and for nothing else."""
+    waits = {"comm_exposed_s": 0.9, "window": {}}
+    short, long = (diagnose(reading_of(plan_of("layout.dp=2"), count=count, **waits), NOWHERE) for count in (2, 20))
+    assert long.cause == "exposed_communication"
+    assert short.cause is None and not short.judged and "too few steps" in short.headline

@@ -25,7 +25,9 @@ from armillary.diagnosis.rules import (
     training_logs,
     wasted_work,
 )
+from armillary.errors import ArmillaryError
 from armillary.store.home import Home
+from armillary.store.runs import Run
 from tests.planted.problem import ACTION, Problem, Wish
 from tests.planted.quiet import LOUD, Quiet
 from tests.planted.sets import Set, set_of
@@ -102,6 +104,7 @@ def judged(problem: Problem, wish: Wish, home: Home, *, times: int = 1) -> Verdi
     while not made or (made[-1][0] > LOUD and len(made) < times):
         quiet = Quiet()
         folder = problem.make(wish, home)
+        _refuse_unfinished(problem, folder)
         made.append((quiet.others if problem.live and not problem.disturbed else 0.0, folder))
     others, folder = min(made)
     reading = open_reading(str(folder), home)
@@ -114,6 +117,13 @@ def judged(problem: Problem, wish: Wish, home: Home, *, times: int = 1) -> Verdi
         of_set=set_of(problem, wish),
         fired=frozenset(name for name, rule in ALL_RULES.items() if _finds(rule, reading, found.cause)),
     )
+
+
+def _refuse_unfinished(problem: Problem, folder: Path) -> None:
+    """A signal from outside ends a run early, and a step of warm-up is then all that could be judged."""
+    state = Run(folder=folder).state.state if problem.live else "finished"
+    if state != "finished":
+        raise ArmillaryError(f"{problem.name}: {folder} was {state}; let it run to its end")
 
 
 def _finds(rule: Rule, reading: Reading, cause: str | None) -> bool:

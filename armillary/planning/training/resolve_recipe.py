@@ -16,6 +16,7 @@ from armillary.planning.device_model.frameworks import OURS, OURS_BY_LAYER, OURS
 from armillary.planning.device_model.measured_peaks import cpu_peaks, measured_peaks, with_measured_links
 from armillary.planning.training.train_case import Lora, TrainCase, lora_of, read_lora
 from armillary.profiling.dtypes.choice import Resolved, resolve_training
+from armillary.profiling.dtypes.rates import PROBE
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Tier
 from armillary.spec.layout import Layout
@@ -146,7 +147,7 @@ def _cpu(cluster: Cluster, processes: int, home: Home) -> tuple[Cluster, Peaks |
     measured, share = cpu_peaks(home, chip, cores, processes)
     notes: tuple[str, ...] = ()
     if measured is None:
-        chip = _catalogue_cpu(chip, cores)
+        chip = _catalogue_cpu(chip, cores, home)
         notes = ("this CPU was not measured: the catalogue's figures are used; armillary bench ceilings measures it",)
     ranks = max(processes, 1)
     own, title = cores / ranks, cluster.chip.title  # less than a core where there are more processes than cores
@@ -169,19 +170,34 @@ def _cpu(cluster: Cluster, processes: int, home: Home) -> tuple[Cluster, Peaks |
     )
 
 
-def _catalogue_cpu(chip: Chip, cores: int) -> Chip:
-    """The catalogue's server CPU with this number of cores; a dtype that this CPU emulates is slower than fp32."""
+def _catalogue_cpu(chip: Chip, cores: int, home: Home) -> Chip:
+    """The catalogue's server CPU with this number of cores; a dtype that this CPU emulates is as fast as a probe found,
+    and slower than fp32 where there was none."""
     from armillary.machine.features import has_native
 
     known = catalogue.chip("cpu")
-    share = cores / (known.num_sms or cores)
-    emulated = {dtype: EMULATED * known.flops["fp32"] for dtype in known.flops if has_native(dtype) is False}
+    share, probed = cores / (known.num_sms or cores), _probed(home)
+    emulated = {
+        dtype: probed.get(dtype, EMULATED) * known.flops["fp32"] for dtype in known.flops if has_native(dtype) is False
+    }
     return replace(
         chip,
-        flops={dtype: flops * share for dtype, flops in (known.flops | emulated).items()},
+        flops={dtype: flops * share for dtype, flops in {**known.flops, **emulated}.items()},
         memory_bytes_per_s=known.memory_bytes_per_s * min(1.0, share) if known.memory_bytes_per_s else None,
         num_sms=1,
     )
+
+
+def _probed(home: Home) -> dict[str, float]:
+    """dtype -> rate of a GEMM over that in fp32, by the probe of this CPU."""
+    if not home.peaks.is_dir():
+        return {}
+    from armillary.machine.device_name import device_name
+    from armillary.store.peaks import load_peaks
+
+    peaks = load_peaks(home, device_name("cpu"))
+    rates = {str(point["dtype"]): float(point["flops"]) for point in (peaks.points.get(PROBE, ()) if peaks else ())}
+    return {dtype: rate / rates["fp32"] for dtype, rate in rates.items() if rates.get("fp32")}
 
 
 # --- defaults

@@ -7,10 +7,29 @@ from pathlib import Path
 import pytest
 
 from armillary.machine import features
+from armillary.machine.device_name import device_name
 from armillary.machine.machine import here
-from armillary.planning.training.resolve_recipe import EMULATED, resolve
+from armillary.planning.training.resolve_recipe import EMULATED, TrainingProblem, resolve
+from armillary.profiling.dtypes.rates import PROBE
 from armillary.spec.recipe import recipe_from_dict
 from armillary.store.home import Home
+from armillary.store.peaks import new_peaks, save_peaks
+
+
+def problem(home: Home) -> TrainingProblem:
+    tables = {
+        "model": {"name": "armillary-2m"},
+        "hardware": {"on": "here"},
+        "layout": {"precision": "fp32"},
+        "train": {"sequence": 128, "batch_tokens": 4096},
+    }
+    recipe = recipe_from_dict(tables)
+    return resolve(recipe, recipe.model_config(), recipe.cluster(here(device="cpu")), home)
+
+
+def bf16_over_fp32(found: TrainingProblem) -> float:
+    flops = found.case.cluster.chip.flops
+    return flops["bf16"] / flops["fp32"]
 
 
 @pytest.mark.parametrize(("has_bf16", "ratio"), [(False, EMULATED), (True, 16.0)])
@@ -18,11 +37,14 @@ def test_emulated_dtypes_are_slower_than_fp32(
     has_bf16: bool, ratio: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(features, "has_native", lambda dtype: has_bf16 or dtype != "bf16")
-    job = {"sequence": 128, "batch_tokens": 4096}
-    recipe = recipe_from_dict({"model": {"name": "armillary-2m"}, "hardware": {"on": "here"}, "train": job})
-    found = resolve(recipe, recipe.model_config(), recipe.cluster(here()), Home.at(tmp_path))
-    if found.case.cluster.chip.kind != "cpu":
-        pytest.skip("a GPU is here")
-    flops = found.case.cluster.chip.flops
-    assert flops["bf16"] / flops["fp32"] == pytest.approx(ratio, rel=0.01)
+    found = problem(Home.at(tmp_path))
+    assert bf16_over_fp32(found) == pytest.approx(ratio, rel=0.01)
     assert any("not measured" in note for note in found.notes)
+
+
+def test_a_probe_says_how_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "has_native", lambda dtype: dtype != "bf16")
+    home = Home.at(tmp_path)
+    points = [{"dtype": "fp32", "flops": 100e9}, {"dtype": "bf16", "flops": 60e9}]
+    save_peaks(home, new_peaks(device_name("cpu")).with_points(PROBE, points))
+    assert bf16_over_fp32(problem(home)) == pytest.approx(0.6)
