@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.gpu_present import gpu_present
 
@@ -26,6 +27,10 @@ if not gpu_present():
 from armillary.store.home import Home
 from tests.fork_server import ForkServer, shared
 from tests.ranks import Ranks
+
+# A busy machine is no failure.
+settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-machine")
 
 sys.dont_write_bytecode = False  # this process has read the variable already
 
