@@ -8,7 +8,7 @@ from datetime import date
 from typing import Any, Literal
 
 from armillary.documents.figures import Amount, Figures
-from armillary.documents.values import clean
+from armillary.documents.values import clean, is_rtl
 from armillary.report.diagram import Diagram
 
 Cell = str | Amount
@@ -101,6 +101,12 @@ class Report:
     @property
     def date_text(self) -> str:
         return self.created.strftime(self.figures.notation.date_format)
+
+    def byline(self, *between: str, most: int | None = None) -> str:
+        """Company (of `most` letters) and date, and what stands between them. In a line from right to left, marks keep
+        the date's order."""
+        date = f"\u200e{self.date_text}\u200e" if is_rtl(self.company) else self.date_text
+        return " · ".join(filter(None, (clean(self.company, most), *between, date)))
 
     def cell_text(self, cell: Cell) -> str:
         return cell if isinstance(cell, str) else self.figures.notation.text(cell.value, cell.unit)

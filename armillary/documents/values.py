@@ -57,7 +57,21 @@ class Notation:
             return excel_date(self.date_format)
         return EXCEL_FORMATS.get(unit, "#,##0.####")
 
+    def excel_length(self, value: float, unit: str) -> int:
+        """Letters that a spreadsheet cell needs, which says ### where its column is narrower."""
+        longest = 0
+        for form in self.excel(unit).split(";"):
+            literal = sum(map(len, re.findall(r'"([^"]*)"', form))) + form.count(' "')
+            number = _EXCEL_NUMBER.search(form)
+            if number is None:
+                longest = max(longest, len(form))
+            else:
+                shown = abs(value) * (100 if number["percent"] else 1) / 1000 ** len(number["thousands"])
+                longest = max(longest, literal + len(f"{shown:,.{len(number['decimals'] or '')}f}{number['percent']}"))
+        return longest
 
+
+_EXCEL_NUMBER = re.compile(r"[#,]*0(?:\.(?P<decimals>[0#]+))?(?P<thousands>,*)(?P<percent>%?)")
 EXCEL_DATES = {
     "Y": "yyyy",
     "y": "yy",
@@ -76,7 +90,7 @@ EXCEL_FORMATS = {
     "never-share": '[=0]"never";0.0%',
     "months": '[=0]"never";0.0',
     "s": '#,##0.000 "s"',
-    "days": '#,##0.0 "d"',
+    "days": '[<1]0.000 "d";#,##0.0 "d"',
     "hours": '#,##0 "h"',
     "years": '0.0 "years"',
     "B": '[>=1000000000]#,##0.0,,," GB";#,##0.0,," MB"',
@@ -107,7 +121,7 @@ def _text(value: float, unit: str) -> str:
                 return "0 s"
             return _duration(value) if value > 0 else f"−{_duration(-value)}"
         case "days" | "years":
-            return f"{value:,.1f} {unit}"
+            return f"{value:,.{3 if unit == 'days' and 0 < value < 1 else 1}f} {unit}"
         case "hours" | "W":
             return f"{value:,.0f} {unit}"
         case "kW":
@@ -154,6 +168,13 @@ def clean(text: str, most: int | None = None) -> str:
     """A name or sentence in one line without characters that break a file or reverse a line, shortened to `most`."""
     line = " ".join(_UNPRINTABLE.sub("", text.encode("utf-8", "replace").decode("utf-8")).split())
     return line if most is None or len(line) <= most else line[: most - 1].rstrip() + "…"
+
+
+def displayed_length(text: str) -> int:
+    """Letters, wide ones of East Asia as two."""
+    from unicodedata import east_asian_width
+
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def breakable(text: str) -> str:

@@ -193,8 +193,10 @@ def area(points: Points, *, label: str, x_name: str, x_text: Text, y_text: Text,
 
 
 def _ticks(most: float) -> list[float]:
-    """From 0 to the largest value or beyond, in three to six steps of 1, 2, 2.5 or 5 times a power of ten."""
-    most = max(most, 1e-9)
+    """From 0 to the largest value or beyond, in three to six steps of 1, 2, 2.5 or 5 times a power of ten; 0 and 1
+    where all is 0."""
+    if most <= 0:
+        return [0.0, 1.0]
     power = 10.0 ** floor(log10(most))
     step = next(share * power for share in (0.2, 0.25, 0.5, 1.0, 2.0) if share * power * 6 >= most)
     return [step * i for i in range(ceil(most / step - 1e-9) + 1)]

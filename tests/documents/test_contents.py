@@ -142,3 +142,10 @@ def test_more_and_fewer_devices_of_a_cluster() -> None:
 def test_a_bad_report_table_is_refused(values: dict[str, object], says: str) -> None:
     with pytest.raises(BadRecipe, match=says.replace("(", "\\(")):
         ReportTable(**values)  # type: ignore[arg-type]
+
+
+def test_a_date_beside_a_name_from_right_to_left_keeps_its_order(plan_report: Report) -> None:
+    """Year, month and day would change places."""
+    assert replace(plan_report, company="ACME").byline() == f"ACME · {plan_report.date_text}"
+    assert replace(plan_report, company="חברת מחשוב").byline() == f"חברת מחשוב · \u200e{plan_report.date_text}\u200e"
+    assert replace(plan_report, company="A" * 200).byline("8 × H100", most=9).startswith("AAAAAAAA… · 8 × H100 · ")

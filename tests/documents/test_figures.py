@@ -56,6 +56,21 @@ def test_amounts_in_another_currency() -> None:
     assert figures.notation.text(serial(EPOCH.replace(year=2026, month=12, day=1)), "date") == "01.12.2026"
 
 
+@pytest.mark.parametrize(
+    ("value", "unit", "written"),
+    [
+        (104_857_600_000, "tokens", "104,857,600,000"),
+        (22_500_000_000, "s", "22,500,000,000.000 s"),
+        (0.4567, "share", "45.7%"),
+        (15_264.99, "money", "$15,264.99"),
+        (989e12, "FLOP/s", "989.0 TFLOP/s"),
+    ],
+)
+def test_a_column_is_as_wide_as_the_sheet_writes(value: float, unit: str, written: str) -> None:
+    """Too narrow, and a spreadsheet shows ###."""
+    assert len(written) <= Notation().excel_length(value, unit) <= len(written) + 1
+
+
 def test_prose_takes_figures_and_words_as_they_are() -> None:
     figures = Figures()
     figures.put("", "price", "Price", 2.5, "money/h", "test")

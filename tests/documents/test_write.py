@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -274,3 +275,13 @@ def test_without_the_extra_one_line_says_what_to_install(
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(MissingPart, match=r"pip install 'armillary\[documents\]'"):
             write_documents(plan_report, [name], tmp_path)
+
+
+def test_a_long_title_of_slides_is_set_smaller(plan_report: Report, tmp_path: Path) -> None:
+    """It would cover the line below it."""
+    sizes = []
+    for title in ("A plan", "訓練" * 30):
+        path = made.written(replace(plan_report, title=title), ("pptx",), tmp_path / str(len(title)))["pptx"]
+        boxes = [shape.text_frame for shape in Presentation(str(path)).slides[0].shapes if shape.has_text_frame]
+        sizes += [box.paragraphs[0].runs[0].font.size.pt for box in boxes if box.text == title]
+    assert len(sizes) == 2 and sizes[1] < sizes[0]

@@ -115,3 +115,8 @@ def test_names_in_the_margin_have_the_width_of_their_letters() -> None:
         return float(re.findall(r"<rect x='([\d.]+)'", drawn)[0])
 
     assert margin("Comm exposed") >= name_width("Comm exposed") + 9 > margin("illicit")
+
+
+def test_a_line_at_zero_has_different_labels() -> None:
+    chart = lines([("waiting", [(0.0, 0.0), (5.0, 0.0)])], label="l", x_name="s", y_text=lambda y: f"{y:.1%}")
+    assert "100.0%" in chart and chart.count(">0.0%<") == 2, "once for each width"

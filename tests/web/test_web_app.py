@@ -137,6 +137,17 @@ def test_runs_and_their_diagnosis(home: Home) -> None:
     assert part(app, tab="diagnose", run=names[0])["errors"] == {}
 
 
+def test_the_budget_is_of_profiled_steps(home: Home) -> None:
+    """Waiting for data is measured in every step; the rest of an unprofiled one is not unknown time."""
+    run = create_run(home, {"model": {"name": "gpt2"}}, model="gpt2", steps=8)
+    with GaugeWriter(run.gauges) as gauges:
+        for step in range(1, 9):
+            profiled = {"compute_s": 0.08} if step == 5 else {}
+            gauges.write({"step_s": 0.1, "data_wait_s": 0.01, **profiled}, step=step)
+    html = part(WebApp(home, hosts=HOSTS), tab="runs")["html"]
+    assert "compute <b>80.0%</b>" in html and "rest <b>10.0%</b>" in html
+
+
 @pytest.fixture
 def measured_run(home: Home) -> Run:
     """A run whose loader holds it up, so that there is a lever."""

@@ -91,7 +91,7 @@ class WordWriter:
             document.add_picture(BytesIO(logo), height=Cm(1.6))
         self._paragraph(report.title, "Title")
         self._paragraph(report.subtitle, "Subtitle")
-        self._paragraph(" · ".join(filter(None, (report.company, report.date_text))), "Normal")
+        self._paragraph(report.byline(), "Normal")
         titles = [section.title for section in report.sections]
         self._contents([f"{i} {title}" for i, title in enumerate([*titles, TITLE], 1)])
 

@@ -15,7 +15,7 @@ def write_html(report: Report, path: Path) -> None:
 
 
 def html_page(report: Report) -> str:
-    under = " · ".join(filter(None, (report.company, report.subtitle, report.date_text)))
+    under = report.byline(report.subtitle)
     parts = [_logo(report), heading(report.title, under)]
     parts += [section(part.title, "".join(_block(report, block) for block in part.blocks)) for part in report.sections]
     parts.append(section(TITLE, table(COLUMNS, figure_rows(report), wide=True)))

@@ -28,7 +28,7 @@ def markdown(report: Report) -> str:
 
 
 def _under(report: Report) -> str:
-    return " · ".join(filter(None, (report.company, report.subtitle, report.date_text)))
+    return report.byline(report.subtitle)
 
 
 def escaped(text: str) -> str:

@@ -38,7 +38,7 @@ def report_data(report: Report) -> dict[str, Any]:
         "title": breakable(report.title),
         "subtitle": breakable(report.subtitle),
         "company": report.company,
-        "byline": breakable(" · ".join(filter(None, (report.company, report.date_text)))),
+        "byline": breakable(report.byline()),
         "footer": " · ".join(filter(None, (report.company, report.title))),
         "fonts": FONTS,
         "logo": list(logo_bytes(report.logo)),

@@ -9,7 +9,7 @@ from typing import Any
 
 from armillary.documents.blocks import Chart, Picture, Report, Section, Table
 from armillary.documents.user_files import logo_bytes
-from armillary.documents.values import clean
+from armillary.documents.values import clean, displayed_length
 from armillary.documents.writers.columns import column_shares
 from armillary.documents.writers.drawings import axis_format, native_title
 from armillary.documents.writers.slide_parts import WIDTH, colour_series, hex_of, opened, tint, write_run
@@ -24,6 +24,8 @@ MARGIN = 0.6
 """inches"""
 TOP, LINE, LETTERS = 1.25, 0.29, 118
 """inches to the text, per line of it, and letters on a line"""
+TITLE_LETTERS = 74
+"""of a title that fits above what is below it; a longer one is set smaller"""
 LONGEST_POINT, LONGEST_CELL = 330, 76
 ORDER = [
     "summary",
@@ -75,9 +77,11 @@ class SlideWriter:
         slide = self._slide()
         if logo := logo_bytes(report.logo):
             slide.shapes.add_picture(BytesIO(logo), self._at(MARGIN), self._at(0.6), height=self._at(0.9))
-        self._text(slide, [clean(report.title, 140)], y=2.3, height=1.6, size=34, bold=True, colour="accent")
-        under = " · ".join(filter(None, (report.company, report.date_text)))
-        self._text(slide, [clean(report.subtitle, 140), clean(under, 140)], y=4.1, height=1.4, size=18, colour="dim")
+        title = clean(report.title, 140)
+        size = 34 if displayed_length(title) <= TITLE_LETTERS else 20
+        self._text(slide, [title], y=2.3, height=1.6, size=size, bold=True, colour="accent")
+        under = report.byline(most=110)
+        self._text(slide, [clean(report.subtitle, 140), under], y=4.1, height=1.4, size=18, colour="dim")
 
     def section(self, section: Section) -> None:
         slide = self._slide()

@@ -28,7 +28,7 @@ GUARDED = ("=", "+", "-", "@", "\t", "\r")
 """a text that begins so is marked as text, so that editing its cell makes no formula of it"""
 RIGHT: dict[str, Any] = {"align": "right", "indent": 1}
 """of numbers, with a space before what follows"""
-LEFT: dict[str, Any] = {"indent": 1}
+LEFT: dict[str, Any] = {"align": "left", "indent": 1}
 """of texts beside other columns"""
 
 
@@ -111,7 +111,8 @@ class WorkbookWriter:
             if isinstance(block, Table):
                 line = self._table(sheet, line, block, widths)
             elif isinstance(block, Chart):
-                widths[0] = max(widths[0], *(min(len(name) + 3, WIDEST) for name in block.categories))
+                values = zip(*(amounts for _, amounts in block.series), strict=True)
+                _widen(widths, [(name, *row) for name, row in zip(block.categories, values, strict=True)], self.report)
         for column, width in enumerate(widths):
             sheet.set_column(column, column, width)
         for block in blocks:
@@ -127,7 +128,7 @@ class WorkbookWriter:
             last = table.total and i == len(table.rows) - 1
             for column, cell in enumerate(row):
                 self._cell(sheet, line + 2 + i, column, cell, **({"bold": True, "top": 1} if last else {}))
-        _widen(widths, table, self.report)
+        _widen(widths, [table.columns, *table.rows], self.report)
         return line + len(table.rows) + 4
 
     def _chart(self, sheet: Any, line: int, chart: Chart) -> int:
@@ -239,10 +240,12 @@ def _number_columns(table: Table) -> set[int]:
     return {i for i in columns if all(isinstance(row[i], Amount) or row[i] == "–" for row in table.rows)}
 
 
-def _widen(widths: list[int], table: Table, report: Report) -> None:
-    for row in [table.columns, *table.rows]:
+def _widen(widths: list[int], rows: Sequence[Sequence[Cell]], report: Report) -> None:
+    """Columns as wide as what is in them: an amount as the sheet writes it, which is longer than in prose."""
+    for row in rows:
         for column, cell in enumerate(row):
-            length = len(report.cell_text(cell)) + 3
-            if column >= len(widths):
-                widths.append(10)
-            widths[column] = max(widths[column], min(length, WIDEST))
+            length = len(report.cell_text(cell))
+            if isinstance(cell, Amount):
+                length = max(length, report.figures.notation.excel_length(cell.value, cell.unit or "number"))
+            widths += [10] * (column + 1 - len(widths))
+            widths[column] = max(widths[column], min(length + 3, WIDEST))

@@ -29,7 +29,7 @@ class DiagnoseTab:
         self.folder, self.csrf = folder, csrf
 
     def fields(self, query: Query, home: Home) -> list[Field]:
-        return [Field(name="run", label="Run", hint="the newest", suggestions=run_names(home))]
+        return [Field(name="run", label="Run", hint="the newest", suggestions=run_names(home), wide=True)]
 
     def view(self, query: Query, home: Home) -> View:
         if not list_runs(home):

@@ -42,8 +42,8 @@ def run_names(home: Home) -> list[str]:
 def fields(query: Query, home: Home) -> list[Field]:
     names = run_names(home)
     return [
-        Field(name="run", label="Run", hint="the newest", suggestions=names),
-        Field(name="other", label="Compared with", hint="another run", suggestions=names),
+        Field(name="run", label="Run", hint="the newest", suggestions=names, wide=True),
+        Field(name="other", label="Compared with", hint="another run", suggestions=names, wide=True),
     ]
 
 
@@ -124,7 +124,8 @@ def _facts(run: Run) -> str:
 
 
 def _budget(run: Run) -> str:
-    """Where the time of the last steps went; empty where no step was split into parts."""
+    """Where the time of the last steps went; empty where no step was split into parts. Waiting for data is measured in
+    every step, computing only in those that were profiled: these are taken where there are any."""
     if not run.gauges.is_file():
         return ""
     read = columns(run.gauges, ("step_s", *PARTS))
@@ -132,7 +133,8 @@ def _budget(run: Run) -> str:
         dict(zip(read, row, strict=True))
         for row in zip(*read.values(), strict=True)
         if _is_number(row[0]) and any(_is_number(part) for part in row[1:])
-    ][-RECENT:]
+    ]
+    split = ([row for row in split if _is_number(row["compute_s"])] or split)[-RECENT:]
     if not split:
         return ""
     total = sum(row["step_s"] for row in split)
