@@ -8,7 +8,8 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,29 @@ class Options:
     quick: bool
     out: Path
     page: Path | None
+    own: dict[str, Any] = field(default_factory=dict)
+    """options of this exercise alone, by name"""
     load: float = 0.0
     """processes that wanted a core when it began, on average over a minute"""
 
+    @property
+    def command(self) -> str:
+        """As it was typed, without folders."""
+        quick = " --quick" if self.quick else ""
+        own = "".join(f" --{name} {value}" for name, value in self.own.items() if value is not None)
+        return f"python examples/{Path(sys.argv[0]).name}{quick}{own}"
 
-def read_options(name: str, about: str) -> Options:
-    """--quick, --out and --page."""
+
+def read_options(name: str, about: str, own: Mapping[str, Mapping[str, Any]] | None = None) -> Options:
+    """--quick, --out and --page, and what an exercise has of its own: name -> arguments of add_argument."""
     options = argparse.ArgumentParser(description=about.splitlines()[0])
     options.add_argument("--quick", action="store_true", help="the smallest setting, to see that it runs")
     options.add_argument("--out", type=Path, default=Path(name), help="folder for table and plot")
     options.add_argument("--page", type=Path, help="page of the docs whose last section becomes this run")
-    return Options(name=name, load=os.getloadavg()[0], **vars(options.parse_args()))
+    for other, arguments in (own or {}).items():
+        options.add_argument(f"--{other}", **arguments)
+    given = vars(options.parse_args())
+    return Options(name=name, load=os.getloadavg()[0], own={each: given.pop(each) for each in own or {}}, **given)
 
 
 def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -79,9 +92,7 @@ def put_into(options: Options, page: Path, text: str, plots: list[tuple[Path, st
         image.write_text(plot.read_text())
         shown += ["", f"![{label}](images/{image.name})"]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    quick = " --quick" if options.quick else ""
-    ran = f"`python examples/{options.name}.py{quick}`"
     busy = f", beside other programs (load average {options.load:.0f})" if options.load > 1 else ""
-    said = f"{datetime.date.today()} · {cores} cores of {machine().cpu.model}{busy} · {ran}:"
+    said = f"{datetime.date.today()} · {cores} cores of {machine().cpu.model}{busy} · `{options.command}`:"
     above = page.read_text().partition(HEADING)[0].rstrip()
     page.write_text("\n".join([above, "", HEADING, "", said, "", text, *shown]) + "\n")
