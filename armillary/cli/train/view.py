@@ -132,3 +132,4 @@ def say_end(out: Output, run: Run, outcome: dict[str, Any], *, brief: bool = Fal
             out.say(f'next: armillary generate {run.name} "def main"')
     elif outcome["checkpoint"] is not None:
         out.say(f"checkpoint {outcome['checkpoint']} written, resume with the same command")
+        out.say(f"to use it as it is: armillary checkpoints export {run.name}")

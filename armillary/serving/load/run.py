@@ -158,6 +158,11 @@ def _notes(test: LoadTest, run: RunResult) -> list[str]:
         )
     if 0 < figures.ttft.count < _MIN_FOR_P99:
         notes.append(f"p99 of {figures.ttft.count} requests is their largest value; a longer test says more")
+    if figures.e2e.count and not figures.requests_per_s:
+        notes.append(
+            f"every answer ended after the measured {figures.window_s:.0f} s, so none counts as completed in it: the "
+            "server is slower than the offered rate; lower --rate or raise --duration"
+        )
     if figures.counted_by == "usage" and figures.tokens_per_chunk > 1.05:
         notes.append(
             f"a streamed chunk holds {figures.tokens_per_chunk:.2f} tokens: ITL is the gap between chunks, TPOT "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +298,11 @@ def test_the_verb_in_words(cli: Callable[..., Any]) -> None:
 def test_the_verb_refuses(cli: Callable[..., Any], flags: tuple[str, ...], words: str) -> None:
     ran = cli("load", "127.0.0.1:9", *flags)
     assert ran.code == 2 and words in ran.err
+
+
+def test_a_window_in_which_no_answer_ended_is_explained() -> None:
+    """completed 0.00 requests/s beside 0 errors looks like a fault of the test."""
+    with fake_server(first_s=(1.5,), gap_s=0.0) as fake:
+        report = load_test(fake.url, asked(replace(TRAFFIC, requests_per_s=20.0, duration_s=0.5)))
+    assert report.last.failed == 0 and report.last.requests_per_s == 0
+    assert any("none counts as completed" in note and "lower --rate" in note for note in report.notes)
