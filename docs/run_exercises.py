@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "exercises"
 LONGEST_S = 300
-OTHER_NAMES = {"precision": "precision_cnn"}
+OTHER_NAMES = {"precision": "precision_cnn", "resnet50": "resnet50_profile"}
 """page -> example, where they differ"""
 
 

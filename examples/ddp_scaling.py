@@ -1,6 +1,7 @@
-"""How well do two ranks scale? Three models, several batch sizes, one pinned thread per rank; predicted, then measured.
+"""How well do two ranks scale? Three models, several batch sizes, one pinned thread per rank; predicted, then measured;
+and the time to a target accuracy (ddp_accuracy.py).
 
-    python examples/ddp_scaling.py             two minutes on two idle cores; writes ddp_scaling/table.md and .png
+    python examples/ddp_scaling.py             two minutes on two idle cores; writes ddp_scaling/table.md and plots
     python examples/ddp_scaling.py --quick     two tiny settings, in seconds
 
 docs/exercises/ddp_scaling.md says what to look at; `--page docs/exercises/ddp_scaling.md` puts the result into it.
@@ -8,26 +9,25 @@ docs/exercises/ddp_scaling.md says what to look at; `--page docs/exercises/ddp_s
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
-import shutil
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from pathlib import Path
 
 import torch
+from ddp_accuracy import Reached, Target, accuracy_table
 from ddp_rank import SEQUENCE, Setting, Timed, run
-from exercise import on_ranks
+from exercise import finish, on_ranks, read_options, table
 
-from armillary.machine.machine import here, machine
+from armillary.machine.machine import here
 from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.step_time import StepTime, step_time
 from armillary.planning.training.train_case import TrainCase
 from armillary.profiling.ceilings.collectives import measure_collectives
+from armillary.report.bars import series_bars
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout
@@ -35,7 +35,6 @@ from armillary.store.peaks import Peaks
 from armillary.units import count_text, seconds_text
 
 FULL = [Setting(model=f"armillary-{size}", tokens=tokens) for size in ("2m", "5m", "25m") for tokens in (16, 64, 256)]
-HEADING = "## What it printed here"
 QUICK = [Setting(model="armillary-2m", tokens=tokens) for tokens in (16, 32)]
 
 
@@ -123,17 +122,20 @@ def predict(setting: Setting, peaks: Peaks, ranks: int) -> StepTime:
 # --- measure
 
 
-def measured(settings: list[Setting], rounds: int, budget_s: float) -> list[Timed]:
+def measured(
+    settings: list[Setting], target: Target, batch: int, rounds: int, budget_s: float
+) -> tuple[list[Timed], list[Reached]]:
     """Every setting on two processes, each with one thread on a core of its own; one of them alone in between."""
-    job = {"settings": [vars(one) for one in settings], "rounds": rounds, "budget_s": budget_s}
-    rows = on_ranks(__file__, job)
-    return [Timed(**{field.name: row[field.name] for field in fields(Timed)}) for row in rows]
+    job = {"settings": [vars(one) for one in settings], "target": vars(target), "batch": batch}
+    found = on_ranks(__file__, job | {"rounds": rounds, "budget_s": budget_s})
+    timed = [Timed(**{field.name: row[field.name] for field in fields(Timed)}) for row in found["rows"]]
+    return timed, [Reached(**each) for each in found["reached"]]
 
 
 def be_a_rank(job: str) -> None:
     wanted = json.loads(job)
     settings = [Setting(**setting) for setting in wanted.pop("settings")]
-    found = run(settings, **wanted)
+    found = run(settings, Target(**wanted.pop("target")), **wanted)
     if found is not None:
         print(json.dumps(found))
 
@@ -141,23 +143,22 @@ def be_a_rank(job: str) -> None:
 # --- tell
 
 
-def table(rows: list[Row]) -> str:
-    lines = [
-        "| model | tokens per rank | tokens/s on 1 | on 2 | efficiency | predicted: hidden … bare | communication "
-        "| crossover |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def scaling_table(rows: Sequence[Row]) -> str:
+    heads = ("model", "tokens per rank", "tokens/s on 1", "on 2", "efficiency", "predicted: hidden … bare")
+    cells = []
     for row in rows:
         size = count_text(parameters(row.setting.config()).total)
         rates = [f"{row.tokens_per_s(ranks):,.0f}" for ranks in (1, 2)]
         hidden, bare, share = (f"{100 * value:.0f} %" for value in (*row.expected, row.communication))
         efficiency = f"{100 * row.efficiency:.0f} % ± {100 * row.timed.spread:.0f}"
-        cells = [size, row.setting.tokens, *rates, efficiency, f"{hidden} … {bare}", share]
-        lines.append("| " + " | ".join(map(str, cells)) + f" | {row.crossover:.0f} tokens |")
-    return "\n".join(lines)
+        expected = f"{hidden} … {bare}"
+        cells.append(
+            (size, str(row.setting.tokens), *rates, efficiency, expected, share, f"{row.crossover:.0f} tokens")
+        )
+    return table((*heads, "communication", "crossover"), cells)
 
 
-def verdict(rows: list[Row]) -> list[str]:
+def verdict(rows: Sequence[Row]) -> list[str]:
     """Two lines a model: where exchange and computing take the same time, from its largest batch, whose step is
     measured best; and from where on two ranks beat one."""
     lines = []
@@ -174,7 +175,7 @@ def verdict(rows: list[Row]) -> list[str]:
     return lines
 
 
-def worth(rows: list[Row]) -> str:
+def worth(rows: Sequence[Row]) -> str:
     """Where efficiency passes 50 %: between the two sizes around it, on a straight line over log tokens."""
     for small, large in pairwise(rows):
         if small.efficiency <= 0.5 < large.efficiency:
@@ -187,89 +188,59 @@ def worth(rows: list[Row]) -> str:
     return f"two ranks are not faster than one up to {last.setting.tokens} tokens per rank"
 
 
-def plot(rows: list[Row], path: Path) -> str:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return "no plot: pip install matplotlib"
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for name in dict.fromkeys(row.setting.model for row in rows):
-        mine = [row for row in rows if row.setting.model == name]
-        tokens = [row.setting.tokens for row in mine]
-        label = f"{count_text(parameters(mine[0].setting.config()).total)} parameters"
-        error = [100 * row.timed.spread for row in mine]
-        line = axes[0].errorbar(tokens, [100 * row.efficiency for row in mine], error, fmt="o-", capsize=3, label=label)
-        hidden, bare = ([100 * row.expected[i] for row in mine] for i in range(2))
-        axes[0].fill_between(tokens, bare, hidden, color=line[0].get_color(), alpha=0.12)
-        axes[1].plot(tokens, [100 * row.communication for row in mine], "o-", label=label)
-        axes[1].axvline(mine[-1].crossover, color=line[0].get_color(), linestyle=":", alpha=0.8)
-    axes[0].fill_between([], [], [], color="grey", alpha=0.3, label="predicted: nothing to all of the exchange hidden")
-    axes[1].plot([], [], ":", color="grey", label="crossover: exchange = computing")
-    axes[0].axhline(50, color="grey", linewidth=0.8)
-    for axis, title in zip(axes, ("efficiency of two ranks, %", "share of the step that is exchange, %"), strict=True):
-        axis.set(xscale="log", xlabel="tokens per rank and step", title=title, ylim=(0, None))
-        axis.set_xticks(ticks := sorted({row.setting.tokens for row in rows}), [str(tick) for tick in ticks])
-        axis.minorticks_off()
-        axis.legend(fontsize=8)
-    figure.savefig(path, dpi=90)
-    return str(path)
+def bars_of(rows: Sequence[Row], label: str, series: Mapping[str, Callable[[Row], float]]) -> str:
+    """A group of bars for each setting, in per cent."""
+    groups = [
+        (
+            f"{count_text(parameters(row.setting.config()).total)} parameters, {row.setting.tokens} tokens per rank",
+            [100 * value(row) for value in series.values()],
+        )
+        for row in rows
+    ]
+    return series_bars(groups, tuple(series), label=label, text=lambda x: f"{x:.0f} %")
 
 
-def put_into(page: Path, rows: list[Row], plotted: str) -> None:
-    """The end of the guide, from its last heading on, becomes this run."""
-    image = page.parent / "images" / "ddp_scaling.png"
-    if Path(plotted).is_file():
-        image.parent.mkdir(exist_ok=True)
-        shutil.copy(plotted, image)
-    rounds = min(row.timed.rounds for row in rows)
-    cores = len(os.sched_getaffinity(0))
-    said = (
-        f"{datetime.date.today()} · {cores} cores of {machine().cpu.model} · torch {torch.__version__} · "
-        f"`python examples/ddp_scaling.py`, medians of at least {rounds} rounds, ± half the quartiles' distance:"
-    )
-    text = page.read_text().partition(HEADING)[0].rstrip()
-    lines = [text, "", HEADING, "", said, "", table(rows), "", "```", *verdict(rows), "```"]
-    if image.is_file():
-        lines += ["", f"![efficiency and share of the exchange](images/{image.name})"]
-    page.write_text("\n".join(lines) + "\n")
+EFFICIENCY: dict[str, Callable[[Row], float]] = {
+    "measured": lambda row: row.efficiency,
+    "predicted, exchange hidden": lambda row: row.expected[0],
+    "predicted, nothing hidden": lambda row: row.expected[1],
+}
+COMMUNICATION: dict[str, Callable[[Row], float]] = {"exchange of a step": lambda row: row.communication}
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--quick", action="store_true", help="two tiny settings, to see that it runs")
-    options.add_argument("--rounds", type=int, help="of each kind of step, at least")
-    options.add_argument("--out", type=Path, default=Path("ddp_scaling"), help="folder for table and plot")
-    options.add_argument("--page", type=Path, help="guide whose last section becomes this run")
-    options.add_argument("--rank", help=argparse.SUPPRESS)
-    quick, count, out, page, rank = vars(options.parse_args()).values()
-    if rank:
-        return be_a_rank(rank)
-    settings, rounds, budget_s = (QUICK, count or 3, 0.0) if quick else (FULL, count or 15, 8.0)
+    if "--rank" in sys.argv:  # this file again, started by on_ranks
+        return be_a_rank(sys.argv[-1])
+    options = read_options("ddp_scaling", __doc__)
+    settings, target, batch = (QUICK, Target(accuracy=0.1), 8) if options.quick else (FULL, Target(accuracy=0.8), 32)
+    rounds, budget_s = (3, 0.0) if options.quick else (7, 4.0)
     if len(os.sched_getaffinity(0)) < 2:
         print("only one core: two ranks will share it, so expect an efficiency near 50 % and little else")
-    print("predicting: ceilings of one thread, and an all-reduce between two ranks …")
-    peaks = one_core(quick)
+    print("predicting: ceilings of one thread, and an all-reduce between two ranks …", flush=True)
+    peaks = one_core(options.quick)
     expected = [(predict(setting, peaks, 1), predict(setting, peaks, 2)) for setting in settings]
     for setting, (one, two) in zip(settings, expected, strict=True):
-        alone_s, comm_s = float(one.total[0]), float(two.comm[0])
-        print(
-            f"  {setting.model}, {setting.tokens} tokens per rank: step {seconds_text(alone_s)} alone, exchange "
-            f"{seconds_text(comm_s)}: efficiency {100 * alone_s / float(two.total[0]):.0f} % if it hides, "
-            f"{100 * alone_s / (alone_s + comm_s):.0f} % if not"
-        )
-    print("measuring: one rank, both without and both with the exchange, in turns …")
-    found = measured(settings, rounds, budget_s)
+        print(prediction(setting, one, two))
+    print("measuring: one rank, both without and both with the exchange, in turns …", flush=True)
+    found, reached = measured(settings, target, batch, rounds, budget_s)
     rows = [Row(setting=s, timed=t, predicted=p) for s, t, p in zip(settings, found, expected, strict=True)]
-    out.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([table(rows), "", *verdict(rows)])
-    (out / "table.md").write_text(text + "\n")
-    plotted = plot(rows, out / "plot.png")
-    print(f"\n{text}\n\ntable: {out / 'table.md'} · plot: {plotted}")
-    if page is not None:
-        put_into(page, rows, plotted)
+    counted = min(row.timed.rounds for row in rows)
+    text = f"Medians of at least {counted} rounds, ± half the quartiles' distance:\n\n{scaling_table(rows)}\n\n"
+    text += "\n".join(["```", *verdict(rows), "```"])
+    text += f"\n\nA CNN with a batch norm, trained to {target.accuracy:.0%} of unseen digits:\n\n"
+    text += accuracy_table(reached, target)
+    chart = bars_of(rows, "Efficiency of two ranks", EFFICIENCY)
+    exchange = bars_of(rows, "Share of a step that is exchange", COMMUNICATION)
+    finish(options, text, chart, "efficiency of two ranks", (exchange, "share of a step that is exchange"))
+
+
+def prediction(setting: Setting, one: StepTime, two: StepTime) -> str:
+    alone_s, comm_s = float(one.total[0]), float(two.comm[0])
+    return (
+        f"  {setting.model}, {setting.tokens} tokens per rank: step {seconds_text(alone_s)} alone, exchange "
+        f"{seconds_text(comm_s)}: efficiency {100 * alone_s / float(two.total[0]):.0f} % if it hides, "
+        f"{100 * alone_s / (alone_s + comm_s):.0f} % if not"
+    )
 
 
 if __name__ == "__main__":

@@ -1,53 +1,33 @@
-"""FP32, FP16 and BF16 on a small CNN: images per second, peak memory, accuracy, and what the loss scaler did.
+"""FP32, FP16 and BF16 on a small CNN: images per second, peak memory, accuracy, and what the loss scaler did; then the
+speed-up over batch sizes, and what the first epoch costs.
 
     python examples/precision_cnn.py               the GPU where there is one, else the CPU
-    python examples/precision_cnn.py --device cpu  a few minutes on two cores
+    python examples/precision_cnn.py --device cpu  a minute or two on two cores
     python examples/precision_cnn.py --quick       a few steps only
 
-It writes precision/table.md and precision/plot.png. The images are synthetic (digits.py), so nothing is downloaded;
-docs/exercises/precision.md says what to look at; `--page` with that file puts the result of a CPU into it.
+It writes precision/table.md and three plots. The images are synthetic (digits.py), so nothing is downloaded;
+precision_training.py has the network, precision_batches.py the batch sizes. docs/exercises/precision.md says what to
+look at; `--page` with that file puts the result into it.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import shutil
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from digits import digits
-from torch import Tensor, nn
+from exercise import finish, read_options, table
+from precision_batches import SIZES, AtBatch, batch_table, over_batches
+from precision_training import DTYPES, Settings, Training
+from torch import Tensor
 
 import armillary
-from armillary.machine.machine import machine
+from armillary.report.bars import series_bars
+from armillary.report.charts import lines
 from armillary.units import bytes_text
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-HEADING = "## What it printed on a CPU"
-FIRST_SCALE = 2.0**24
-"""higher than anybody would start: the first steps overflow, and the scaler comes down"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How much is trained."""
-
-    batch: int
-    steps: int
-    width: int
-    """channels of the first convolution"""
-    test: int
-    """pictures that accuracy is measured on"""
-    growth: int = 20
-    """steps without overflow after which the scale doubles"""
-
 
 SETTINGS = {
     "quick": Settings(batch=16, steps=6, width=8, test=64, growth=2),
@@ -71,95 +51,6 @@ class Result:
     """steps whose gradients overflowed and were thrown away"""
     vanished: tuple[float, float] | None = None
     """share of gradients that are 0 in fp16, at scale 1 and at the scale it ended with"""
-
-
-class Conv(nn.Conv2d):
-    """A convolution. On a CPU in fp16 its weight gradient is made in fp32: the library there has no fast one, it is
-    hundreds of times slower, and then the exercise would be about that alone."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        half = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16
-        if images.device.type != "cpu" or not half:
-            return super().forward(images)
-        out: Tensor = _Fp16Conv.apply(images.half(), self.weight.half(), self.stride, self.padding)
-        return out + self.bias.half()[:, None, None]
-
-
-class _Fp16Conv(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, images: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> Tensor:
-        ctx.save_for_backward(images, weight)
-        ctx.stride, ctx.padding = stride, padding
-        return torch.conv2d(images, weight, None, stride, padding)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        def back(*tensors: Tensor, wanted: list[bool]) -> tuple[Tensor, ...]:
-            return torch.ops.aten.convolution_backward(
-                *tensors, None, ctx.stride, ctx.padding, [1, 1], False, [0, 0], 1, wanted
-            )
-
-        images, weight = ctx.saved_tensors
-        to_images = back(grad, images, weight, wanted=[True, False, False])[0] if ctx.needs_input_grad[0] else None
-        to_weight = back(grad.float(), images.float(), weight.float(), wanted=[False, True, False])[1]
-        return to_images, to_weight.half(), None, None
-
-
-def cnn(width: int) -> nn.Sequential:
-    """Three stages of two convolutions each, halving the picture and doubling the channels."""
-    layers: list[nn.Module] = []
-    inside = 1
-    for stage in range(3):
-        outside = width * 2**stage
-        for stride in (2 if stage else 1, 1):
-            layers += [Conv(inside, outside, 3, stride=stride, padding=1), nn.BatchNorm2d(outside), nn.ReLU()]
-            inside = outside
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 10))
-
-
-class Training:
-    """A model, its optimiser and its scaler in one precision; `step(n)` trains on batch n."""
-
-    def __init__(self, name: str, settings: Settings, device: torch.device, data: tuple[Tensor, Tensor]) -> None:
-        torch.manual_seed(0)  # every precision begins with the same weights
-        self.dtype, self.device, self.settings = DTYPES[name], device, settings
-        self.model = cnn(settings.width).to(device, memory_format=torch.channels_last)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-        self.scaler = torch.amp.GradScaler(
-            device.type, init_scale=FIRST_SCALE, growth_interval=settings.growth, enabled=name == "fp16"
-        )
-        self.images, self.labels = data
-
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32):
-            logits = self.model(images)
-        return F.cross_entropy(logits.float(), labels)
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        size = self.settings.batch
-        first = step * size % (len(self.images) - size + 1)
-        return self.images[first : first + size], self.labels[first : first + size]
-
-    def step(self, step: int) -> Tensor:
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.05 * max(0.0, 1 - step / self.settings.steps)
-        loss = self.loss(*self.batch(step))
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)  # left out where a gradient is infinite or not a number
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    @torch.no_grad()
-    def accuracy(self, images: Tensor, labels: Tensor) -> float:
-        self.model.eval()
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not torch.float32):
-            right = [
-                (self.model(part).argmax(1) == want).sum()
-                for part, want in zip(images.split(500), labels.split(500), strict=True)
-            ]
-        self.model.train()
-        return float(sum(right)) / len(labels)  # type: ignore[arg-type]
 
 
 class TrainingRun:
@@ -240,18 +131,20 @@ def zeros(training: Training, scale: float) -> float:
 # --- tell
 
 
-def table(results: list[Result]) -> str:
+def precision_table(results: Sequence[Result]) -> str:
     base = results[0]
-    lines = [
-        "| precision | images/s | against fp32 | peak memory | against fp32 | accuracy |",
-        "|---|---|---|---|---|---|",
-    ]
-    for one in results:
-        lines.append(
-            f"| {one.name} | {one.images_per_s:,.0f} | {one.images_per_s / base.images_per_s:.2f} × | "
-            f"{bytes_text(one.peak_bytes)} | {one.peak_bytes / base.peak_bytes:.2f} × | {100 * one.accuracy:.1f} % |"
+    rows = [
+        (
+            one.name,
+            f"{one.images_per_s:,.0f}",
+            f"{one.images_per_s / base.images_per_s:.2f} ×",
+            bytes_text(one.peak_bytes),
+            f"{one.peak_bytes / base.peak_bytes:.2f} ×",
+            f"{100 * one.accuracy:.1f} %",
         )
-    return "\n".join(lines)
+        for one in results
+    ]
+    return table(("precision", "images/s", "against fp32", "peak memory", "against fp32", "accuracy"), rows)
 
 
 def scaler_words(result: Result) -> list[str]:
@@ -275,83 +168,67 @@ def power(scale: float) -> str:
     return f"2^{torch.tensor(scale).log2().item():.0f}"
 
 
-def plot(results: list[Result], path: Path) -> str:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return "no plot: pip install matplotlib"
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
-    names, colours = [one.name for one in results], ["tab:blue", "tab:orange", "tab:green"]
-    axes[0, 0].bar(names, [one.images_per_s for one in results], color=colours)
-    axes[0, 0].set_title("images per second")
-    axes[0, 1].bar(names, [one.peak_bytes / 1e6 for one in results], color=colours)
-    axes[0, 1].set_title("peak memory, MB")
-    for one, colour in zip(results, colours, strict=True):
-        axes[1, 0].plot(smooth(one.losses), color=colour, label=f"{one.name}: {100 * one.accuracy:.1f} % right")
-    axes[1, 0].set(title="loss (mean of 10 steps)", xlabel="step", yscale="log")
-    axes[1, 0].legend()
-    for one in results:
-        if one.scales:
-            axes[1, 1].step(range(len(one.scales)), one.scales, where="post", color="tab:orange", label="scale")
-            lost = [one.scales[step] for step in one.skipped]
-            axes[1, 1].plot(one.skipped, lost, "rx", label="overflow: step skipped")
-    axes[1, 1].set(title="what the loss scaler did (fp16)", xlabel="step")
-    axes[1, 1].set_yscale("log", base=2)
-    axes[1, 1].legend()
-    figure.savefig(path, dpi=80)
-    return str(path)
+# --- plots
 
 
-def smooth(values: list[float], over: int = 10) -> list[float]:
+def rate_bars(sizes: Sequence[AtBatch]) -> str:
+    rows = [
+        (f"batch {batch}", [each.images_per_s for each in sizes if each.batch == batch])
+        for batch in dict.fromkeys(each.batch for each in sizes)
+    ]
+    label = "Images per second by batch size and precision"
+    return series_bars(rows, tuple(DTYPES), label=label, text=lambda x: f"{x:,.0f} images/s")
+
+
+def loss_lines(results: Sequence[Result]) -> str:
+    series = [(f"{one.name}: {100 * one.accuracy:.1f} % right", list(enumerate(smooth(one.losses)))) for one in results]
+    return lines(series, label="Loss by step", x_name="step (loss, mean of 10 steps)")
+
+
+def scale_line(results: Sequence[Result]) -> str:
+    """The exponent of the loss scale, and the steps that overflowed."""
+    (one,) = (each for each in results if each.scales)
+    exponents = [(float(step), torch.tensor(scale).log2().item()) for step, scale in enumerate(one.scales)]
+    marks = [(float(step), "") for step in one.skipped]
+    label = "Scale of the loss in fp16 by step"
+    about = "step (exponent of the loss scale; dashed: an overflow, the step is skipped)"
+    return lines([("fp16", exponents)], label=label, x_name=about, marks=marks, above=10.0)
+
+
+def smooth(values: Sequence[float], over: int = 10) -> list[float]:
     return [statistics.fmean(values[max(0, i - over + 1) : i + 1]) for i in range(len(values))]
 
 
-def put_into(page: Path, words: list[str], plotted: str) -> None:
-    """The end of the guide, from its last heading on, becomes this run."""
-    image = page.parent / "images" / "precision.png"
-    if Path(plotted).is_file():
-        image.parent.mkdir(exist_ok=True)
-        shutil.copy(plotted, image)
-    cpu = machine().cpu
-    said = (
-        f"{datetime.date.today()} · {cpu.usable} cores of {cpu.model} · torch {torch.__version__} · "
-        "`python examples/precision_cnn.py --device cpu`:"
-    )
-    lines = [page.read_text().partition(HEADING)[0].rstrip(), "", HEADING, "", said, "", *words]
-    if image.is_file():
-        lines += ["", f"![speed, memory, loss and scale](images/{image.name})"]
-    page.write_text("\n".join(lines) + "\n")
+OWN = {
+    "device": {"help": "cpu or cuda"},
+    "steps": {"type": int, "help": "training steps of each precision"},
+}
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--quick", action="store_true", help="a few steps on the CPU")
-    options.add_argument("--device", help="cpu or cuda")
-    options.add_argument("--steps", type=int, help="training steps of each precision")
-    options.add_argument("--out", type=Path, default=Path("precision"), help="folder for table and plot")
-    options.add_argument("--page", type=Path, help="guide whose last section becomes this run")
-    quick, wanted, steps, out, page = vars(options.parse_args()).values()
-    device = torch.device(wanted or ("cuda" if torch.cuda.is_available() and not quick else "cpu"))
-    settings = SETTINGS["quick" if quick else device.type]
-    settings = Settings(**{**vars(settings), "steps": steps or settings.steps})
-    count = min(settings.batch * settings.steps, 20_000)
-    train, test = (
-        tuple(part.to(device) for part in digits(number, seed=seed))
-        for number, seed in ((count, 1), (settings.test, 2))
+    options = read_options("precision", __doc__, OWN)
+    cuda = torch.cuda.is_available() and not options.quick
+    device = torch.device(options.own["device"] or ("cuda" if cuda else "cpu"))
+    kind = "quick" if options.quick else device.type
+    settings = replace(SETTINGS[kind], steps=options.own["steps"] or SETTINGS[kind].steps)
+    count = min(max(settings.batch * settings.steps, *SIZES[kind].batches), 20_000)
+    train, test = (_on(device, digits(number, seed=seed)) for number, seed in ((count, 1), (settings.test, 2)))
+    print(f"{settings.steps} steps of {settings.batch} pictures on {device.type} …", flush=True)
+    results = measure(settings, device, train, test)
+    print("batch sizes …", flush=True)
+    sizes = over_batches(SIZES[kind], settings, device, train)
+    words = [precision_table(results), "", *(line for one in results if one.scales for line in scaler_words(one))]
+    words += ["", f"Epochs of {SIZES[kind].steps} steps at other batch sizes:", "", batch_table(sizes)]
+    more = (
+        (loss_lines(results), "loss by step"),
+        (scale_line(results), "scale of the loss in fp16, and the steps that overflowed"),
     )
-    print(f"{settings.steps} steps of {settings.batch} pictures on {device.type} …")
-    results = measure(settings, device, train, test)  # type: ignore[arg-type]
-    words = [table(results), "", *(line for one in results if one.scales for line in scaler_words(one))]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "table.md").write_text("\n".join(words) + "\n")
-    print("\n".join(words))
-    plotted = plot(results, out / "plot.png")
-    print(f"\ntable: {out / 'table.md'} · plot: {plotted}")
-    if page is not None:
-        put_into(page, words, plotted)
+    finish(options, "\n".join(words), rate_bars(sizes), "images per second by batch size", *more)
+
+
+def _on(device: torch.device, parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    images, labels = parts
+    return images.to(device), labels.to(device)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
 """Profile a forward pass of ResNet-50: top operators, eager against compiled, the layer of peak memory.
 
-    python examples/resnet50_profile.py              the GPU where there is one, and the CPU
+    python examples/resnet50_profile.py              the GPU where there is one, else the CPU
     python examples/resnet50_profile.py --device cpu --html page.html
-    python examples/resnet50_profile.py --quick      small images on the CPU, in seconds
+    python examples/resnet50_profile.py --quick      small images, nothing compiled, in seconds
 
-docs/exercises/resnet50.md explains the output.
+It writes resnet50/table.md and resnet50/plot.svg. docs/exercises/resnet50.md explains the output.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from exercise import finish, read_options
 from resnet import resnet50
 
 import armillary
@@ -22,9 +22,13 @@ from armillary.profiling.profile import Profile, Row
 from armillary.profiling.report.profile_page import write_page
 from armillary.profiling.report.profile_text import budget_line, memory_line
 from armillary.profiling.trace.event_classes import short_name
+from armillary.report.bars import series_bars
 from armillary.store.home import Home
 from armillary.store.peaks import load_peaks, save_peaks
 from armillary.units import seconds_text
+
+SHOWN = 8
+"""operators in the plot"""
 
 
 def forward(device: str, batch: int, size: int, *, compiled: bool = False) -> Callable[[], object]:
@@ -43,52 +47,63 @@ def measure(device: str) -> None:
         save_peaks(home, measure_ceilings(target, quick=True, only=("bandwidth", "gemm", "launch")).peaks)
 
 
-def show(title: str, found: Profile) -> None:
-    print(f"\n{title}: {budget_line(found)}")
-    for place, row in enumerate(top_three(found), start=1):
+def told(title: str, found: Profile) -> list[str]:
+    """The budget, the three longest operators, findings and memory."""
+    lines = [f"{title}: {budget_line(found)}"]
+    for place, row in enumerate(longest(found)[:3], start=1):
         times = f"CPU {seconds_text(row.cpu_s / found.steps)}, device {seconds_text(row.device_s / found.steps)}"
         kernel = short_name(row.details.get("kernels", ["on the host, no kernel"])[0])
-        print(f"  {place}. {row.name}, {row.calls // found.steps} calls: {times}; {row.bound} bound; {kernel}")
-    for finding in found.findings[:3]:
-        print(f"  - {finding}")
-    if found.memory:
-        print(f"  {memory_line(found)}")
+        lines.append(f"  {place}. {row.name}, {row.calls // found.steps} calls: {times}; {row.bound} bound; {kernel}")
+    lines += [f"  - {finding}" for finding in found.findings[:3]]
+    return lines + ([f"  {memory_line(found)}"] if found.memory else [])
 
 
-def top_three(found: Profile) -> list[Row]:
-    return sorted(found.operators, key=lambda row: -row.device_s)[:3]
+def longest(found: Profile) -> list[Row]:
+    return sorted(found.operators, key=lambda row: -row.device_s)
 
 
-def compare(eager: Profile, compiled: Profile) -> None:
+def compared(eager: Profile, compiled: Profile) -> list[str]:
     faster = eager.step_s / compiled.step_s
-    print(f"\ncompiled: {seconds_text(eager.step_s)} → {seconds_text(compiled.step_s)}, {faster:.2f} × as fast")
-    print(f"  kernels and operators per step: {calls(eager):,} → {calls(compiled):,}")
+    return [
+        f"compiled: {seconds_text(eager.step_s)} → {seconds_text(compiled.step_s)}, {faster:.2f} × as fast",
+        f"  kernels and operators per step: {calls(eager):,} → {calls(compiled):,}",
+    ]
 
 
 def calls(found: Profile) -> int:
     return sum(row.calls for row in found.kernels or found.operators) // found.steps
 
 
+def chart(found: Profile) -> str:
+    """The operators that take longest."""
+    rows = [
+        (f"{row.name}, {row.calls // found.steps} calls", [row.device_s / found.steps])
+        for row in longest(found)[:SHOWN]
+    ]
+    return series_bars(rows, ("time per step",), label="Longest operators of ResNet-50", text=seconds_text)
+
+
+OWN = {
+    "device": {"help": "cpu or cuda"},
+    "html": {"type": Path, "help": "also write a page"},
+}
+
+
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--quick", action="store_true", help="small images on the CPU, nothing compiled")
-    options.add_argument("--device", help="cpu or cuda alone")
-    options.add_argument("--html", type=Path, help="also write a page")
-    quick, device, html = vars(options.parse_args()).values()
-    batch, size, steps = (2, 32, 2) if quick else (16, 224, 5)
-    devices = ["cpu"] if quick or not torch.cuda.is_available() else ["cpu", "cuda"]
-    devices = [device] if device else devices
-    for each in [] if quick else devices:
-        measure(each)
-    eager = {device: armillary.profile(forward(device, batch, size), steps=steps, warmup=2) for device in devices}
-    for device, found in eager.items():
-        show(f"ResNet-50 on {device}, {batch} images of {size} × {size}", found)
-        if html:
-            print(f"  page: {write_page(found, html.with_stem(f'{html.stem}-{device}'))}")
-    for device in [] if quick else devices:  # last: modules are not named any more once something was compiled
-        compiled = armillary.profile(forward(device, batch, size, compiled=True), steps=steps)
-        show(f"compiled on {device}", compiled)
-        compare(eager[device], compiled)
+    options = read_options("resnet50", __doc__, OWN)
+    batch, size, steps = (2, 32, 2) if options.quick else (8, 224, 3)
+    device = options.own["device"] or ("cuda" if torch.cuda.is_available() and not options.quick else "cpu")
+    if not options.quick:
+        measure(device)
+    eager = armillary.profile(forward(device, batch, size), steps=steps, warmup=1)
+    words = told(f"ResNet-50 on {device}, {batch} images of {size} × {size}", eager)
+    if page := options.own["html"]:
+        print(f"  page: {write_page(eager, page)}")
+    if not options.quick:  # last: modules are not named any more once something was compiled
+        compiled = armillary.profile(forward(device, batch, size, compiled=True), steps=steps, warmup=1)
+        words += ["", *told(f"compiled on {device}", compiled), *compared(eager, compiled)]
+    text = "\n".join([f"torch {torch.__version__}, fp32:", "", "```", *words, "```"])
+    finish(options, text, chart(eager), "the operators that take longest")
 
 
 if __name__ == "__main__":

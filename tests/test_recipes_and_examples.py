@@ -32,8 +32,11 @@ def test_a_recipe_plans_fits_and_can_be_exported(path: Path, home: Home, monkeyp
 
 EXAMPLES = {
     "python_api": ((), ("loss", "converted to half")),
-    "ddp_scaling": (("--quick",), ("predicting", "| efficiency |", "crossover at", "table.md")),
-    "precision_cnn": (("--quick",), ("| fp16 |", "| bf16 |", "loss scaler: 2^24", "that are 0 in fp16")),
+    "ddp_scaling": (("--quick",), ("predicting", "| efficiency |", "crossover at", "time to 10%", "plot_2.svg")),
+    "precision_cnn": (
+        ("--quick",),
+        ("| fp16 |", "| bf16 |", "loss scaler: 2^24", "first epoch adds", "plot_3.svg"),
+    ),
     "pipeline_bubbles": (("--quick",), ("| formula | idle, GPipe | idle, 1F1B |", "| 4 | 20.0% |", "plot.svg")),
     "zero_memory": (("--quick",), ("predicted: ZeRO-3", "| DDP, fp32 |", "plot.svg")),
     "moe_balance": (("--quick",), ("| selection bias |", "8 devices busy", "plot_2.svg")),
@@ -43,7 +46,7 @@ EXAMPLES = {
     "autoscaling": (("--quick",), ("one replica serves", "| 4 replicas |", "plot_2.svg")),
     "serving_speedups": (("--quick",), ("| prefix cache |", "| prompt lookup |", "plot.svg")),
     "plan_to_documents": (("--quick",), ("html, md, xlsx", "| device-hour | run |", "plot.svg")),
-    "resnet50_profile": (("--quick",), ("ResNet-50 on cpu", "1. aten::", "memory peak")),
+    "resnet50_profile": (("--quick",), ("ResNet-50 on cpu", "1. aten::", "memory peak", "plot.svg")),
 }
 """example -> its arguments, and what it must print"""
 
@@ -68,6 +71,6 @@ def test_an_example_runs(name: str, tmp_path: Path, fork_server: ForkServer) -> 
     ran = fork_server.start(arguments, tmp_path / "log", program=program, cwd=tmp_path)
     assert ran.wait(300) == 0, ran.err
     assert all(text in ran.out for text in printed), ran.out
-    page = {"precision_cnn": "precision"}.get(name, name)
+    page = {"precision_cnn": "precision", "resnet50_profile": "resnet50"}.get(name, name)
     if page in RELATIONS:
         RELATIONS[page](tables(ran.out), False)

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+import pytest
+
 Row = dict[str, str]
 Table = list[Row]
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "ms": 1e-3, "s": 1.0, "k": 1e3, "%": 1e-2}
@@ -91,7 +93,16 @@ def ddp_scaling(found: list[Table], timed: bool) -> None:
         one, two = number(row["tokens/s on 1"]), number(row["on 2"])
         efficiency = two / one / 2
         assert abs(efficiency - number(row["efficiency"])) < 0.02, row
-        assert not timed or 0.5 <= efficiency <= 1, row
+        assert not timed or 0.35 <= efficiency <= 1.05, row
+    for one_rank, same_batch, twice in found[1:]:
+        assert one_rank["batch"] == same_batch["batch"] and number(twice["batch"]) == 2 * number(one_rank["batch"])
+        if timed:
+            assert number(same_batch["steps"]) == pytest.approx(number(one_rank["steps"]), rel=0.35), "the same steps"
+            assert number(twice["steps"]) > 0.5 * number(same_batch["steps"]), "twice the batch is no two steps"
+    for row in (row for rows in found[1:] for row in rows):
+        head = next(head for head in row if head.startswith("time to"))
+        seconds = number(row["batch"]) * number(row["steps"]) / number(row["images/s"])
+        assert seconds == pytest.approx(number(row[head]), rel=0.02), row
 
 
 def moe_balance(found: list[Table], timed: bool) -> None:
@@ -130,6 +141,13 @@ def precision(found: list[Table], timed: bool) -> None:
         by = {row["precision"]: row for row in rows}
         assert all(number(by[name]["peak memory"]) < number(by["fp32"]["peak memory"]) for name in ("fp16", "bf16"))
         assert not timed or falls([number(by["fp32"]["accuracy"]), *(number(row["accuracy"]) for row in rows)], 1.05)
+    for rows in (rows for rows in found if "batch" in rows[0]):
+        for row in rows:
+            for name in ("fp16", "bf16"):
+                gain = number(row[f"{name}, images/s"]) / number(row["fp32, images/s"])
+                assert gain == pytest.approx(number(row[f"{name} against fp32"]), abs=0.05, rel=0.05), row
+        rates = column(rows, "fp32, images/s")
+        assert not timed or rates[-1] > rates[0], "a larger batch keeps a device busier"
 
 
 def serving_speedups(found: list[Table], timed: bool) -> None:
