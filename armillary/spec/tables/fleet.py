@@ -54,7 +54,7 @@ class Autoscale:
     """least replicas; 0: none after autoscale.idle_s without requests, and the next request waits for a start"""
     target: float = 0.9
     """share of a replica's capacity at which it is meant to run; the highest at which 99 % of the requests of simulated
-    days met their objectives (benchmarks/simulator.md)"""
+    days met their objectives, on seven of eight days (benchmarks/simulator.md)"""
     interval_s: float = 5.0
     """time between two decisions"""
     stable_window_s: float = 60.0
