@@ -18,6 +18,7 @@ from armillary.diagnosis.rules import (
     device,
     gateway_page,
     goodput,
+    job_events,
     metrics_page,
     service_log,
     serving,
@@ -34,21 +35,11 @@ from tests.planted.sets import Set, set_of
 
 NEEDED = {"loop": 39 / 40, "cause": 37 / 40, "lever": 34 / 40}
 """share of the problems in which each must be right; no healthy run may be called ill"""
+_TRAINING = (device, clocks, training, goodput, wasted_work, training_logs, job_events)
 _SERVICES = (serving, metrics_page, service_log, gateway_page)
 ALL_RULES: dict[str, Rule] = {
     f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}": rule
-    for module in (
-        device,
-        clocks,
-        training,
-        goodput,
-        wasted_work,
-        training_logs,
-        service_log,
-        gateway_page,
-        serving,
-        metrics_page,
-    )
+    for module in (*_TRAINING, *_SERVICES)
     for rule in module.RULES
 }
 """module.rule -> rule, of all kinds of readings"""
