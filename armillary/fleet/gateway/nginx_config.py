@@ -59,17 +59,17 @@ def longest_silence_s(settings: GatewaySettings) -> float:
     return max(settings.idle_timeout_s, first_s)
 
 
-def config_before(settings: GatewaySettings, host: str, port_of_gateway: int, **more: int) -> str:
-    """The configuration of an nginx in front of one gateway with these settings."""
-    address = f"[{host}]:{port_of_gateway}" if ":" in host else f"{host}:{port_of_gateway}"
+def config_before(settings: GatewaySettings, host: str, gateway_port: int, *, port: int = 80) -> str:
+    """The configuration of an nginx on `port` in front of one gateway with these settings."""
+    address = f"[{host}]:{gateway_port}" if ":" in host else f"{host}:{gateway_port}"
     return nginx_config(
         NginxSettings(
             gateways=[address],
+            port=port,
             max_body_bytes=settings.max_body_bytes,
             longest_silence_s=longest_silence_s(settings),
             gateway_tls=bool(settings.tls_certificate),
             root_path=settings.root_path.rstrip("/"),
-            **more,
         )
     )
 

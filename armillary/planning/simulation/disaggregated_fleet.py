@@ -78,5 +78,5 @@ def _decoding(system: System) -> System:
 
 def _taking_in(cost: StepCost) -> StepCost:
     """A step's time in which a prompt counts as one decode."""
-    nothing = dict.fromkeys(("prompt_s", "mixed_s", "prefill_s", "pair_s", "past_s"), 0.0)
-    return replace(cost, prefill_bends=(), row_s=cost.decode_s, **nothing)
+    bare = replace(cost, prompt_s=0.0, mixed_s=0.0, prefill_s=0.0, prefill_bends=(), pair_s=0.0, past_s=0.0)
+    return replace(bare, row_s=cost.decode_s)
