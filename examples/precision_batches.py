@@ -18,7 +18,7 @@ from torch import Tensor
 
 from armillary.units import seconds_text
 
-EPOCHS = 4
+EPOCHS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Sizes:
 
 SIZES = {
     "quick": Sizes(batches=(4, 8), steps=2),
-    "cpu": Sizes(batches=(4, 16, 64, 256), steps=6),
+    "cpu": Sizes(batches=(4, 16, 64, 256), steps=4),
     "cuda": Sizes(batches=(16, 64, 256, 1024, 4096), steps=20),
 }
 

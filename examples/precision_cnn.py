@@ -31,7 +31,7 @@ from armillary.units import bytes_text
 
 SETTINGS = {
     "quick": Settings(batch=16, steps=6, width=8, test=64, growth=2),
-    "cpu": Settings(batch=64, steps=150, width=16, test=2000),
+    "cpu": Settings(batch=64, steps=100, width=16, test=2000),
     "cuda": Settings(batch=1024, steps=300, width=128, test=10_000),
 }
 
