@@ -169,25 +169,44 @@ FP32, FP8 = torch.float32, torch.float8_e4m3fn
 
 
 def small_moe(
-    tokens: int, hidden: int, ffn: int, experts: int, top_k: int, dtype: torch.dtype = BF16, *, counted: bool = False
+    tokens: int,
+    hidden: int,
+    ffn: int,
+    experts: int,
+    top_k: int,
+    dtype: torch.dtype = BF16,
+    *,
+    counted: bool = False,
+    packed: Any = "",
 ) -> None:
     from armillary.kernels.moe.expert_load import ExpertLoad
     from armillary.kernels.moe.moe import MoECase, inputs
     from armillary.kernels.moe.small_moe_triton import small_moe
 
     name = "bf16" if dtype == BF16 else "fp32"
-    case = MoECase(tokens=tokens, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k, dtype=name, device="cpu")
+    case = MoECase(
+        tokens=tokens, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k, dtype=name, device="cpu", packed=packed
+    )
     load = ExpertLoad(torch.zeros(experts, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
     small_moe(*inputs(case, torch.Generator().manual_seed(0)), load if counted else None)
 
 
-def grouped_moe(tokens: int, dtype: torch.dtype = BF16, *, tma: bool) -> None:
+def grouped_moe(tokens: int, dtype: torch.dtype = BF16, *, tma: bool, packed: Any = "") -> None:
     from armillary.kernels.moe.grouped_moe_triton import grouped_moe
     from armillary.kernels.moe.moe import MoECase, inputs
 
     name = "bf16" if dtype == BF16 else "fp32"
     case = MoECase(
-        tokens=tokens, hidden=256, ffn=192, experts=8, top_k=2, dtype=name, device="cpu", bias=True, norm=False
+        tokens=tokens,
+        hidden=256,
+        ffn=192,
+        experts=8,
+        top_k=2,
+        dtype=name,
+        device="cpu",
+        bias=True,
+        norm=False,
+        packed=packed,
     )
     grouped_moe(*inputs(case, torch.Generator().manual_seed(0)), tma=tma)
 
@@ -252,6 +271,8 @@ CASES: dict[str, Callable[[], None]] = {
     "delta rows, fp32": lambda: delta_rows(1, FP32),
     **{f"many experts, {m} tokens": lambda m=m: grouped_moe(m, tma=True) for m in (16, 64, 160, 400)},
     **{f"many experts, pointers, {m} tokens": lambda m=m: grouped_moe(m, tma=False) for m in (16, 64, 160, 400)},
+    "many experts, mxfp4": lambda: grouped_moe(64, tma=False, packed="mxfp4"),
+    "experts for one token, mxfp4": lambda: small_moe(1, 2880, 2880, 8, 4, packed="mxfp4"),
     "many experts, fp32": lambda: grouped_moe(64, FP32, tma=False),
     **{f"latent decode, {heads} heads": lambda heads=heads: latent(heads) for heads in (16, 32, 128)},
     "latent decode, small pages": lambda: latent(16, page=16),

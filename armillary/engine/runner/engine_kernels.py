@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -70,8 +70,11 @@ class EngineKernels:
     capturable: bool = False
     """none of them waits for the device, so that steps can be captured in CUDA graphs"""
 
-    def for_packed(self) -> EngineKernels:
-        """Without those of experts, which take plain weights; `small` is for layers that are not packed."""
+    def for_packed(self, *, stacks: bool = False) -> EngineKernels:
+        """For packed weights; `small` is for layers that are not packed. Those of experts take plain weights or
+        `stacks` (Fp4Stack)."""
+        if stacks:
+            return self
         return replace(
             self,
             grouped=None,
@@ -85,9 +88,11 @@ _CHECKED = 8  # rows of the agreement check at the start, which has to be fast; 
 REFERENCE = EngineKernels()
 
 
-def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch: int) -> EngineKernels:
+def pick_kernels(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch: int, experts: Literal["", "mxfp4"] = ""
+) -> EngineKernels:
     """The first deterministic version of each operation for this device and model; nothing is timed, so that an engine
-    starts quickly and two engines compute the same."""
+    starts quickly and two engines compute the same. `experts`: the format of their stacks."""
     if device.type == "cpu":
         return EngineKernels(
             norm=row_norm,
@@ -106,7 +111,9 @@ def pick_kernels(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     small = SmallLinearCase(tokens=1, outputs=config.hidden, inputs=config.hidden, bias=biased, **on)
     attention, on_triton = (_attention if config.mla is None else _latent_attention)(config, batch, on)
     fused = on_triton and config.mla is None and not attention["norms_apart"]
-    moe, grouped_moe = _moe(config, SMALL_MOE, 2, on), _moe(config, GROUPED_MOE, _CHECKED, on)
+    moe, grouped_moe = (
+        _moe(config, op, tokens, on | {"packed": experts}) for op, tokens in ((SMALL_MOE, 2), (GROUPED_MOE, _CHECKED))
+    )
     grouped = _grouped(config, batch, on) if grouped_moe is None else None
     delta, simplicial = _delta(config, batch, on), _pairs(config, batch, on)
     return EngineKernels(

@@ -21,6 +21,7 @@ from armillary.engine.runner.device_state import DeviceRows, block_shape
 from armillary.engine.runner.engine_kernels import EngineKernels, pick_kernels
 from armillary.engine.runner.expert_counters import ExpertCounters
 from armillary.engine.runner.forward import Forward, Inputs, gathered, inputs_of, layer_places
+from armillary.engine.runner.packed_kernels import kernels_of_packed, stackable_experts
 from armillary.engine.runner.pooled_prompts import pool, store_pooled
 from armillary.engine.runner.rank_layout import Pipeline
 from armillary.engine.runner.recurrent_states import make_states
@@ -31,7 +32,6 @@ from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.settings import rope_switch
 from armillary.engine.scheduler.step_loop import StepTooLarge
 from armillary.engine.speculative.draft import Draft
-from armillary.model.quantized.packed_linear import packed_modules
 from armillary.model.transformer import Transformer
 
 # T tokens, B sequences, V vocabulary, W words of 32 tokens
@@ -104,12 +104,15 @@ class FastExecutor:
         self.max_running, self.max_tokens = max_running, max_tokens
         self.max_rows = max_running if max_rows is None else max_rows
         self.draft_model: Proposer | None = None
-        kernels = kernels or pick_kernels(config, dtype=weight.dtype, device=self.device, batch=max_running)
-        packed = packed_modules(model)
-        self.kernels = kernels.for_packed() if packed else kernels
-        if self.device.type == "cuda":
-            for linear in packed:
-                linear.use_kernels(weight.dtype)
+        stackable = stackable_experts(model) if ranks == 1 else []
+        kernels = kernels or pick_kernels(
+            config,
+            dtype=weight.dtype,
+            device=self.device,
+            batch=max_running,
+            experts="mxfp4" if stackable else "",
+        )
+        self.kernels = kernels_of_packed(kernels, model, stackable, weight)
         pages = -(-max_model_len // cache.block_tokens)
         slots = 1 + max((slot for _, slot in layer_places(cache.groups, model).values()), default=0)
         blocks = (slots, cache.pool.num_blocks, *block_shape(config, cache.block_tokens, kv_heads))

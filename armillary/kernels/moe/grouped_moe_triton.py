@@ -25,6 +25,8 @@ from armillary.kernels.core.launch import (
 )
 from armillary.kernels.moe.expert_load import ExpertLoad
 from armillary.kernels.moe.expert_sort_triton import SortedChoices, choose_and_sort
+from armillary.kernels.moe.fp4_stack import Fp4Stack
+from armillary.kernels.moe.fp4_stack_triton import dequantised
 from armillary.kernels.moe.grouped_moe_kernels_triton import experts_kernel, sum_kernel
 from armillary.kernels.moe.grouped_moe_tiles import GroupedMoETile, GroupedMoETiles, tiles_for
 from armillary.kernels.moe.moe import MoEWeights
@@ -53,7 +55,7 @@ def grouped_moe(
         return x_MH.clone()
     if norm_H is not None:
         x_MH = norm(x_MH, norm_H, None, eps)
-    weights = MoEWeights(*(dense(each) for each in weights))  # type: ignore[arg-type]
+    weights = MoEWeights(*(dense(each) for each in _plain(weights, x_MH.dtype)))  # type: ignore[arg-type]
     up, down = tiles or tiles_for(x_MH, moe)
     with on(x_MH):
         choices = choose_and_sort(_logits(x_MH, weights.router_EH), weights, moe, up.rows, load)
@@ -63,6 +65,13 @@ def grouped_moe(
 
 
 grouped_moe_pointers = partial(grouped_moe, tma=False)
+
+
+def _plain(weights: MoEWeights, dtype: torch.dtype) -> MoEWeights:
+    up, down = (
+        dequantised(each, dtype) if isinstance(each, Fp4Stack) else each for each in (weights.up_E2FH, weights.down_EHF)
+    )
+    return weights._replace(up_E2FH=up, down_EHF=down)
 
 
 def _logits(x_MH: Tensor, router_EH: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ The time of a few tokens is that of reading the chosen experts; there an RMS nor
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from armillary.kernels.core.dtype import widen
 from armillary.kernels.core.op import Case, Op, OpWork, in_triton
 from armillary.kernels.moe.expert_choice import choose_experts
 from armillary.kernels.moe.expert_load import ExpertLoad, count_choices
+from armillary.kernels.moe.fp4_stack import GROUP, Fp4Stack, select_experts
 from armillary.kernels.norm.norm import norm
 from armillary.kernels.pointwise.activation import activate
 from armillary.spec.model import MoE
@@ -33,8 +34,8 @@ class MoEWeights(NamedTuple):
     """Router and experts of a layer; gate and up rows alternate."""
 
     router_EH: Tensor
-    up_E2FH: Tensor
-    down_EHF: Tensor
+    up_E2FH: Tensor | Fp4Stack
+    down_EHF: Tensor | Fp4Stack
     router_bias_E: Tensor | None = None
     selection_bias_E: Tensor | None = None  # fp32
     up_bias_E2F: Tensor | None = None
@@ -44,6 +45,8 @@ class MoEWeights(NamedTuple):
 def prefers_small(tokens: int, weights: MoEWeights, moe: MoE) -> bool:
     """Whether `small_moe` is for them, rather than `grouped_moe`."""
     _, hidden, ffn = weights.down_EHF.shape
+    if isinstance(weights.down_EHF, Fp4Stack):  # for many tokens all experts are dequantised first
+        return tokens <= MAX_TOKENS
     return tokens <= MAX_TOKENS and tokens * moe.top_k * 3 * hidden * ffn * weights.down_EHF.itemsize <= SMALL_BYTES
 
 
@@ -77,10 +80,11 @@ def moe_layer(
 
 def _expert(x_MH: Tensor, weights: MoEWeights, expert_M: Tensor, activation: str) -> Tensor:
     """Every row through an expert of its own."""
-    inner_M2F = torch.einsum("mh,mfh->mf", x_MH, weights.up_E2FH[expert_M])
+    inner_M2F = torch.einsum("mh,mfh->mf", x_MH, select_experts(weights.up_E2FH, expert_M, x_MH.dtype))
     if weights.up_bias_E2F is not None:
         inner_M2F = inner_M2F + weights.up_bias_E2F[expert_M]
-    out_MH = torch.einsum("mf,mhf->mh", activate(inner_M2F, activation, True), weights.down_EHF[expert_M])
+    down_MHF = select_experts(weights.down_EHF, expert_M, x_MH.dtype)
+    out_MH = torch.einsum("mf,mhf->mh", activate(inner_M2F, activation, True), down_MHF)
     return out_MH if weights.down_bias_EH is None else out_MH + weights.down_bias_EH[expert_M]
 
 
@@ -102,6 +106,7 @@ class MoECase(Case):
     selection_bias: bool = False
     scale_input: bool = False
     normalize: bool = True
+    packed: Literal["", "mxfp4"] = ""  # format of the experts
 
     @property
     def moe(self) -> MoE:
@@ -127,10 +132,19 @@ def inputs(case: MoECase, generator: torch.Generator) -> tuple[Any, ...]:
     def drawn(*shape: int) -> Tensor:
         return case.normal(generator, *shape) * shape[-1] ** -0.5
 
+    def stack(rows: int, columns: int) -> Tensor | Fp4Stack:
+        if not case.packed:
+            return drawn(E, rows, columns)
+        codes, exponents = (
+            torch.randint(low, high, (E, rows, size), generator=generator, device=generator.device, dtype=torch.uint8)
+            for low, high, size in ((0, 256, columns // 2), (117, 120, columns // GROUP))
+        )
+        return Fp4Stack(codes, exponents)
+
     weights = MoEWeights(
         router_EH=3 * drawn(E, H),
-        up_E2FH=drawn(E, 2 * F_, H),
-        down_EHF=drawn(E, H, F_),
+        up_E2FH=stack(2 * F_, H),
+        down_EHF=stack(H, F_),
         router_bias_E=case.normal(generator, E) if case.bias else None,
         selection_bias_E=0.1 * case.normal(generator, E).float() if case.selection_bias else None,
         up_bias_E2F=case.normal(generator, E, 2 * F_) if case.bias else None,
@@ -150,7 +164,8 @@ def touched_experts(tokens: int, experts: int, top_k: int) -> float:
 def work(case: MoECase) -> OpWork:
     """The router and each chosen expert are read once."""
     size, expert = case.torch_dtype.itemsize, 3 * case.hidden * case.ffn
-    read = case.experts * case.hidden + touched_experts(case.tokens, case.experts, case.top_k) * expert
+    share = (0.5 + 1 / GROUP) / size if case.packed else 1.0
+    read = case.experts * case.hidden + share * touched_experts(case.tokens, case.experts, case.top_k) * expert
     flops = 2.0 * case.tokens * (case.top_k * expert + case.experts * case.hidden)
     return OpWork(flops=flops, bytes=size * (read + 3 * case.tokens * case.hidden), ceiling="read")
 
@@ -162,6 +177,8 @@ def refuses_many(case: MoECase) -> str | None:
 def refuses(case: MoECase) -> str | None:
     if case.activation not in ACTIVATIONS:
         return f"it has no {case.activation}"
+    if case.packed and (case.hidden % GROUP or case.ffn % GROUP):
+        return f"experts in {case.packed} have rows of whole groups of {GROUP}"
     if case.experts % case.groups or case.groups & (case.groups - 1):
         return "the number of groups must be a power of two"
     return "it sums in fp32" if case.dtype == "fp64" else None
@@ -204,6 +221,7 @@ SMALL_MOE = Op(
     cases={
         **{f"qwen3-30b-a3b {tokens}": replace(_QWEN, tokens=tokens) for tokens in (1, 4, 8)},
         "gpt-oss-20b 1": _GPT_OSS,
+        "gpt-oss-20b 1, mxfp4": replace(_GPT_OSS, packed="mxfp4"),
         "mixtral-8x7b 1": MoECase(tokens=1, hidden=4096, ffn=14336, experts=8, top_k=2),
         "deepseek-v2-lite 1": _DEEPSEEK,
     },
@@ -221,6 +239,7 @@ GROUPED_MOE = Op(
     cases={
         **{f"qwen3-30b-a3b {tokens}": replace(_QWEN, tokens=tokens, norm=False) for tokens in (16, 64, 256, 1024)},
         "gpt-oss-20b 256": replace(_GPT_OSS, tokens=256, norm=False),
+        "gpt-oss-20b 256, mxfp4": replace(_GPT_OSS, tokens=256, norm=False, packed="mxfp4"),
         "deepseek-v2-lite 256": replace(_DEEPSEEK, tokens=256, norm=False),
     },
     small=_fewer,

@@ -11,6 +11,7 @@ mostly from the cache; for more tokens than MAX_TOKENS a grouped GEMM is faster.
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,6 +21,8 @@ from armillary.kernels.core.launch import can_start_early, ceil_div, dense, earl
 from armillary.kernels.core.row_loads_triton import load_rows
 from armillary.kernels.moe.expert_choice_triton import Routed, route, vector
 from armillary.kernels.moe.expert_load import ExpertLoad
+from armillary.kernels.moe.fp4_stack import Fp4Stack
+from armillary.kernels.moe.fp4_stack_triton import fp4_products
 from armillary.kernels.moe.moe import MoEWeights
 from armillary.kernels.pointwise.activation_triton import activated_pairs
 from armillary.machine.accelerator import accelerator_of
@@ -43,11 +46,14 @@ class MoETiles(NamedTuple):
     route_warps: int = 1
 
 
-def plan(hidden: int, ffn: int, itemsize: int, *, interpreted: bool = False) -> MoETiles:
-    """Sizes measured on an H200 in a chain of layers; the interpreter's time is that of its programs."""
+def plan(hidden: int, ffn: int, itemsize: int, *, packed: bool = False, interpreted: bool = False) -> MoETiles:
+    """Sizes measured on an H200 in a chain of layers, those of packed experts not yet; the interpreter's time is that
+    of its programs."""
     up, down = (_depth(inputs, itemsize) for inputs in (hidden, ffn))
     if interpreted:
         return MoETiles(16, up, 1, 16, down, 1, route_rows=4)
+    if packed:
+        return MoETiles(4, up, max(1, up // 1024), 4, down, max(1, down // 1024))
     return MoETiles(4, up, max(1, up * itemsize // 1024), 4, down, max(1, down * itemsize // 512))
 
 
@@ -74,7 +80,8 @@ def small_moe(
     weights = MoEWeights(*(dense(each) for each in weights))  # type: ignore[arg-type]
     if tiles is None:
         sizes = x_MH.shape[1], weights.down_EHF.shape[2], x_MH.element_size()
-        tiles = plan(*sizes, interpreted=accelerator_of(x_MH.device) is None)
+        packed = isinstance(weights.down_EHF, Fp4Stack)
+        tiles = plan(*sizes, packed=packed, interpreted=accelerator_of(x_MH.device) is None)
     with on(x_MH):
         routed = route(x_MH, weights, moe, norm_H, eps, tiles.route_rows, tiles.route_warps, load)
         inner_PF = _up(x_MH, weights, moe, activation, norm_H, routed, tiles)
@@ -96,13 +103,15 @@ def _up(
     _up_kernel[(ceil_div(2 * F, tiles.up_rows), M * k)](
         x_MH,
         norm_H,
-        weights.up_E2FH,
+        *_stored(weights.up_E2FH),
         weights.up_bias_E2F,
         *routed,
         inner_PF,
         H,
         F,
         TOP_K=k,
+        COLUMNS=H,
+        PACKED=isinstance(weights.up_E2FH, Fp4Stack),
         EARLY=early,
         HAS_NORM=norm_H is not None,
         HAS_BIAS=weights.up_bias_E2F is not None,
@@ -125,7 +134,7 @@ def _down(
     early = can_start_early(inner_PF.device)
     _down_kernel[(ceil_div(H, tiles.down_rows), M)](
         inner_PF,
-        weights.down_EHF,
+        *_stored(weights.down_EHF),
         weights.down_bias_EH,
         residual_MH,
         routed.weights_Mk,
@@ -133,6 +142,8 @@ def _down(
         out_MH,
         H,
         F,
+        COLUMNS=F,
+        PACKED=isinstance(weights.down_EHF, Fp4Stack),
         EARLY=early,
         HAS_BIAS=weights.down_bias_EH is not None,
         HAS_RESIDUAL=residual_MH is not None,
@@ -148,6 +159,11 @@ def _down(
     return out_MH
 
 
+def _stored(weight: Tensor | Fp4Stack) -> tuple[Tensor, Tensor | None]:
+    """(numbers, none), or (words of eight codes, scales)."""
+    return (weight[0].view(torch.int32), weight[1]) if isinstance(weight, Fp4Stack) else (weight, None)
+
+
 # --- experts
 
 
@@ -156,6 +172,7 @@ def _up_kernel(
     x_ptr,
     norm_ptr,
     up_ptr,
+    scale_ptr,
     bias_ptr,
     weights_ptr,
     experts_ptr,
@@ -164,6 +181,8 @@ def _up_kernel(
     H,
     F,
     TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PACKED: tl.constexpr,
     EARLY: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -183,16 +202,25 @@ def _up_kernel(
     if EARLY:
         gdc_wait()
     expert = tl.load(experts_ptr + pair).to(tl.int64)
-    w_row = up_ptr + (expert * 2 * F + row[:, None]) * H
-    sums = tl.zeros([ROWS, DEPTH], tl.float32)
-    for begin in range(0, H, DEPTH):
-        k = begin + tl.arange(0, DEPTH)
-        w = load_rows(w_row, k, H, EVEN)
-        x = vector(x_ptr + token * H, k, H)
-        if HAS_NORM:
-            x = x * vector(norm_ptr, k, H)
-        sums += w.to(tl.float32) * x[None, :]
-    total = tl.sum(sums, 1)
+    at_row = expert * 2 * F + row[:, None]
+    if PACKED:
+        groups = tl.zeros([ROWS, DEPTH // 32], tl.float32)
+        words, scales = up_ptr + at_row * (COLUMNS // 8), scale_ptr + at_row * (COLUMNS // 32)
+        for begin in range(0, COLUMNS, DEPTH):
+            groups += fp4_products(
+                words, scales, x_ptr + token * COLUMNS, norm_ptr, begin, COLUMNS, HAS_NORM, ROWS, DEPTH
+            )
+        total = tl.sum(groups, 1)
+    else:
+        sums = tl.zeros([ROWS, DEPTH], tl.float32)
+        for begin in range(0, H, DEPTH):
+            k = begin + tl.arange(0, DEPTH)
+            w = load_rows(up_ptr + at_row * H, k, H, EVEN)
+            x = vector(x_ptr + token * H, k, H)
+            if HAS_NORM:
+                x = x * vector(norm_ptr, k, H)
+            sums += w.to(tl.float32) * x[None, :]
+        total = tl.sum(sums, 1)
     weight = tl.load(weights_ptr + pair)
     if HAS_NORM:
         total = total * tl.load(rstd_ptr + token)
@@ -211,6 +239,7 @@ def _up_kernel(
 def _down_kernel(
     inner_ptr,
     down_ptr,
+    scale_ptr,
     bias_ptr,
     residual_ptr,
     weights_ptr,
@@ -218,6 +247,8 @@ def _down_kernel(
     out_ptr,
     H,
     F,
+    COLUMNS: tl.constexpr,
+    PACKED: tl.constexpr,
     EARLY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -236,13 +267,18 @@ def _down_kernel(
     row = tl.minimum(at, H - 1)
     if EARLY:
         gdc_wait()
-    sums = tl.zeros([ROWS, DEPTH], tl.float32)
+    sums = tl.zeros([ROWS, DEPTH // 32 if PACKED else DEPTH], tl.float32)
     biases = tl.zeros([ROWS], tl.float32)
     for slot in tl.static_range(TOP_K):
         pair = token * TOP_K + slot
         expert = tl.load(experts_ptr + pair).to(tl.int64)
-        w_row = down_ptr + (expert * H + row[:, None]) * F
-        if ONCE:
+        at_row = expert * H + row[:, None]
+        w_row = down_ptr + at_row * F
+        if PACKED:
+            words, scales = down_ptr + at_row * (COLUMNS // 8), scale_ptr + at_row * (COLUMNS // 32)
+            for begin in range(0, COLUMNS, DEPTH):
+                sums += fp4_products(words, scales, inner_ptr + pair * F, None, begin, COLUMNS, False, ROWS, DEPTH)
+        elif ONCE:
             sums += _products(w_row, inner_ptr + pair * F, tl.arange(0, DEPTH), F, EVEN)
         else:
             for begin in range(0, F, DEPTH):

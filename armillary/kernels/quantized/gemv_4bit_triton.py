@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from armillary.kernels.core.row_loads_triton import load_rows
 from armillary.kernels.quantized.packed_values_triton import (
     finish_rows,
+    fp4_pair,
     load_groups,
     moved,
     places,
@@ -35,10 +36,7 @@ def _numbers(w, magic, upper, J: tl.constexpr, KIND: tl.constexpr):
         both = (moved(w, -4 * J) & 0x000F000F) | magic
         return (both * upper).to(tl.float32, bitcast=True), both.to(tl.float32, bitcast=True)
     else:
-        bits = moved(w, 12 - 4 * J)
-        both = (bits & -2147450880) | ((bits >> 3) & 0x0E000E00)  # sign, exponent and mantissa where fp16 has them
-        low, high = both.to(tl.int16), (both >> 16).to(tl.int16)
-        return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
+        return fp4_pair(w, J)
 
 
 @triton.jit

@@ -49,6 +49,15 @@ def fp4_number(w, PLACE: tl.constexpr):
 
 
 @triton.jit
+def fp4_pair(w, J: tl.constexpr):
+    """The E2M1 codes at the nibbles J and J + 4 as fp32, divided by 2^14: their bits moved to where fp16 has them."""
+    bits = moved(w, 12 - 4 * J)
+    both = (bits & -2147450880) | ((bits >> 3) & 0x0E000E00)
+    low, high = both.to(tl.int16), (both >> 16).to(tl.int16)
+    return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def finish_rows(
     total,
     squares,

@@ -24,6 +24,7 @@ CASES = {
     "a norm and a residual": replace(BASE, tokens=9, norm=True),
     "gpt-oss": replace(BASE, experts=3, score="softmax_topk", bias=True, activation="swiglu_clamped"),
     "deepseek": replace(BASE, experts=12, score="sigmoid", selection_bias=True, groups=4, top_groups=2),
+    "mxfp4": replace(BASE, hidden=96, ffn=64, experts=3, packed="mxfp4"),
     "llama 4": replace(BASE, top_k=1, score="sigmoid", normalize=False, scale_input=True),
 }
 

@@ -13,10 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from armillary.engine.llm import LLM
 from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.runner.engine_kernels import EngineKernels
+from armillary.engine.runner.executor import FastExecutor
 from armillary.errors import BadModel
+from armillary.kernels.moe.fp4_stack import Fp4Stack
 from armillary.model.quantized.packed_linear import loaded_bytes, packed_modules
 from armillary.model.weights.hf_weights import load_model
 from armillary.spec.tables.serve import Serve
+from tests.engine.fake import ask
+from tests.engine.runner.test_reference_executor import serve
+from tests.kernels.interpreter import needs_interpreter
 from tests.model.test_agreement import assert_close, full_logits
 
 TOKENS = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -97,3 +103,25 @@ def test_wrong_stacks_are_one_line(tmp_path: Path) -> None:
         save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(BadModel, match=text):
             load_model(folder, packed=True)
+
+
+@needs_interpreter
+@torch.inference_mode()
+def test_kernels_read_all_experts_of_a_layer(tmp_path: Path) -> None:
+    """The engine with the kernels of GPUs: few tokens by codes, many dequantised."""
+    from armillary.kernels.moe.grouped_moe_triton import grouped_moe_pointers
+    from armillary.kernels.moe.small_moe_triton import small_moe
+
+    folder = packed_folder(tmp_path / "m")
+    prompts = [ask("a", [*range(2, 14)], 4, temperature=0.0), ask("b", [7], 4, temperature=0.0)]
+    plainly, stacked = load_model(folder, packed=True).eval(), load_model(folder, packed=True).eval()
+    right = serve(plainly.config, plainly, prompts)
+    kernels = EngineKernels(moe=small_moe, grouped_moe=grouped_moe_pointers)
+    found = serve(
+        stacked.config, stacked, prompts, executor=lambda *args, **named: FastExecutor(*args, kernels=kernels, **named)
+    )
+    assert [made.tokens for made in found] == [made.tokens for made in right]
+    experts = stacked.blocks["0"].mlp.experts
+    assert isinstance(experts.up_E2FH, Fp4Stack) and experts.linears[0].weight.nbytes
+    codes = experts.linears[1].weight.parts[0].rows["codes"]
+    assert codes.untyped_storage().data_ptr() == experts.up_E2FH.codes_ENB.untyped_storage().data_ptr()
