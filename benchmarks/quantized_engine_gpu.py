@@ -5,6 +5,10 @@
 Folders with random codes are written as compressed-tensors stores them (fp8 a scale per row, int4 groups of 128;
 embedding and head in bf16) and loaded as published ones are. Targets: fp8 ≥ 1.5 ×, int4 ≥ 1.9 × the rate of bf16.
 About 3 minutes on an H200; 17 GB of files in a folder of shared memory.
+
+    python -m benchmarks.quantized_engine_gpu --model gpt-oss-20b --format mxfp4
+
+As GPT-OSS is published, experts in MXFP4 and all else in bf16. Target: half of the rate that its bytes allow.
 """
 
 from __future__ import annotations
@@ -52,6 +56,31 @@ def linears(config: ModelConfig) -> Iterator[tuple[str, int, int]]:
     yield "mlp.down_proj", config.hidden, config.ffn
 
 
+def gpt_oss_layer(config: ModelConfig, number: int, device: str) -> Iterator[tuple[str, Tensor]]:
+    """A layer as GPT-OSS is published."""
+    assert config.moe is not None
+    prefix, moe, width = f"model.layers.{number}.", config.moe, config.heads * config.head_dim
+    shapes = {"q_proj": width, "k_proj": config.kv_heads * config.head_dim, "v_proj": config.kv_heads * config.head_dim}
+    for name, rows in shapes.items():
+        yield f"{prefix}self_attn.{name}.weight", drawn(rows, config.hidden, device)
+        yield f"{prefix}self_attn.{name}.bias", torch.zeros(rows, dtype=torch.bfloat16)
+    yield f"{prefix}self_attn.o_proj.weight", drawn(config.hidden, width, device)
+    yield f"{prefix}self_attn.o_proj.bias", torch.zeros(config.hidden, dtype=torch.bfloat16)
+    yield f"{prefix}self_attn.sinks", torch.zeros(config.heads, dtype=torch.bfloat16)
+    yield f"{prefix}mlp.router.weight", drawn(moe.num_experts, config.hidden, device)
+    yield f"{prefix}mlp.router.bias", torch.zeros(moe.num_experts, dtype=torch.bfloat16)
+    for name, rows, columns in (
+        ("gate_up_proj", 2 * moe.ffn, config.hidden),
+        ("down_proj", config.hidden, moe.ffn),
+    ):
+        blocks, path = (moe.num_experts, rows, columns // 32), f"{prefix}mlp.experts.{name}"
+        yield f"{path}_blocks", torch.randint(0, 256, (*blocks, 16), device=device, dtype=torch.uint8)
+        yield f"{path}_scales", torch.randint(117, 120, blocks, device=device, dtype=torch.uint8)
+        yield f"{path}_bias", torch.zeros(moe.num_experts, rows, dtype=torch.bfloat16)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield f"{prefix}{name}.weight", torch.ones(config.hidden, dtype=torch.bfloat16)
+
+
 def drawn(rows: int, columns: int, device: str) -> Tensor:
     return 0.02 * torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
 
@@ -72,7 +101,10 @@ def write(folder: Path, config: ModelConfig, format: str, device: str) -> Path:
     """A folder of the model's shape with random weights."""
     folder.mkdir(parents=True)
     raw = to_hf(config) | {"torch_dtype": "bfloat16"}
-    if format != "bf16":
+    if format == "mxfp4":
+        left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    elif format != "bf16":
         layout, weights = SCHEMES[format]
         group = {"targets": ["Linear"], "weights": weights}
         raw["quantization_config"] = {
@@ -84,7 +116,8 @@ def write(folder: Path, config: ModelConfig, format: str, device: str) -> Path:
     (folder / "config.json").write_text(json.dumps(raw))
     index = {}
     for number in range(config.num_layers):
-        tensors = dict(_layer(config, number, format, device))
+        layer = gpt_oss_layer(config, number, device) if format == "mxfp4" else _layer(config, number, format, device)
+        tensors = dict(layer)
         index |= dict.fromkeys(tensors, _save(folder, f"layer-{number}", tensors))
     ends = {
         name: drawn(config.vocab, config.hidden, device) for name in ("model.embed_tokens.weight", "lm_head.weight")
@@ -122,7 +155,7 @@ def measure(config: ModelConfig, format: str, options: argparse.Namespace) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--format", nargs="+", default=["bf16", "fp8", "int4"], choices=["bf16", *SCHEMES])
+    parser.add_argument("--format", nargs="+", default=["bf16", "fp8", "int4"], choices=["bf16", "mxfp4", *SCHEMES])
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--layers", type=int, help="fewer than the model has: to see that it runs")
@@ -132,6 +165,8 @@ def main() -> None:
     options.kv_bytes, options.no_graphs = None, False
     config = models()[options.model].config
     config = config if options.layers is None else config.with_layers(options.layers)
+    if ("mxfp4" in options.format) != (config.family == "gpt_oss"):
+        parser.error("mxfp4 is for gpt-oss-20b, and the other formats are for dense models")
     options.read = read_bandwidth(options.device)
     rates = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
