@@ -38,7 +38,7 @@ def random_codes(rows: int, columns: int) -> dict[str, Codes]:
     int4 = {"codes_NK": four, "bits": 4, "group": 128, "scale_NG": scale(columns // 128).bfloat16()}
     return {
         "int8, a scale per row": Codes(**row),
-        "the same, inputs per token (W8A8)": Codes(**row, per_token=True),
+        "the same, inputs per token (W8A8)": Codes(**row, inputs="token"),
         "Q8_0": Codes(codes_NK=eight, bits=8, group=32, scale_NG=scale(by_32).half(), zero=128),
         "int4, groups of 128": Codes(**int4, zero=8),
         "the same with zero points (GPTQ, AWQ)": Codes(**int4, zero_NG=whole(columns // 128, 16)),

@@ -69,7 +69,7 @@ def _requests(page: Page, earlier: Page | None) -> dict[str, dict[str, float]]:
 
 def _of_replicas(page: Page, kind: str) -> Mapping[str, dict[str, float]]:
     """model -> address of a replica -> figure."""
-    found: dict[str, dict[str, float]] = defaultdict(dict)
+    by_model: dict[str, dict[str, float]] = defaultdict(dict)
     for sample in page.find(f"{_NAME}{kind}"):
-        found[sample.labels.get("model", "")][sample.labels.get("url", "")] = sample.value
-    return found
+        by_model[sample.labels.get("model", "")][sample.labels.get("url", "")] = sample.value
+    return by_model

@@ -71,13 +71,13 @@ def read_sacct(text: str, source: str) -> Reading:
 
 def _attempts(text: str) -> list[Attempt]:
     rows = csv.DictReader(io.StringIO(text.lstrip()), delimiter="|")
-    made = []
+    attempts = []
     for row in rows:
         start, end = _when(row.get("Start")), _when(row.get("End"))
         if "." not in (row.get("JobID") or ".") and start is not None:
             state = (row.get("State") or "").split(" ")[0].rstrip("+")  # CANCELLED by 1000
-            made.append(Attempt(state=state, start=start, end=end, nodes=row.get("NodeList") or ""))
-    return made
+            attempts.append(Attempt(state=state, start=start, end=end, nodes=row.get("NodeList") or ""))
+    return attempts
 
 
 def _when(text: str | None) -> datetime | None:
@@ -90,8 +90,8 @@ def _when(text: str | None) -> datetime | None:
 def _same_nodes(attempts: Sequence[Attempt]) -> dict[str, str]:
     """The nodes of the failed attempts, where they are always the same and another attempt had others."""
     failed = {attempt.nodes for attempt in attempts if attempt.state in _FAILED}
-    others = {attempt.nodes for attempt in attempts if attempt.state not in _FAILED}
-    return {"nodes": next(iter(failed))} if len(failed) == 1 and others and failed.isdisjoint(others) else {}
+    nodes = {attempt.nodes for attempt in attempts if attempt.state not in _FAILED}
+    return {"nodes": next(iter(failed))} if len(failed) == 1 and nodes and failed.isdisjoint(nodes) else {}
 
 
 def read_kubernetes_events(text: str, source: str) -> Reading:

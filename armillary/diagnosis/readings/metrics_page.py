@@ -74,8 +74,8 @@ def reading_of_page(text: str, *, source: str, earlier: str | None = None, secon
     """What a page tells; with the page of `seconds` before, what happened in between."""
     page = parse_page(text)
     if is_gateway_page(page):
-        looks = () if earlier is None else (f"looked at twice, {seconds:.0f} s apart",)
-        return read_gateway_page(page, source, None if earlier is None else parse_page(earlier), looks)
+        looked = () if earlier is None else (f"looked at twice, {seconds:.0f} s apart",)
+        return read_gateway_page(page, source, None if earlier is None else parse_page(earlier), looked)
     server = _server(page, source)
     before, notes = _before(page, earlier, server)
     scrapes = Scrapes(server=server, now=page, before=before, seconds=seconds if before else 0.0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from armillary.kernels.core.choose_version import choose
 from armillary.kernels.core.dtype import DTYPES
@@ -27,6 +28,8 @@ from armillary.kernels.pointwise.activation import ACTIVATE, ActivationCase, act
 from armillary.kernels.sampling.logprobs import LOGPROBS, LogprobCase, logprobs
 from armillary.kernels.sampling.sampling import SAMPLE, SampleCase, sample, sample_rows
 from armillary.kernels.simplicial.paged import PAGED_SIMPLICIAL, PagedSimplicialCase, paged_simplicial
+from armillary.model.moe.packed_experts import PackedExperts
+from armillary.model.quantized.packed_linear import packed_modules
 from armillary.spec.model import ModelConfig
 
 Run = Callable[..., Any]
@@ -137,6 +140,24 @@ def pick_kernels(
         logprobs=_first(LOGPROBS, LogprobCase(batch=batch, vocab=config.vocab, **on)),
         small=_first(SMALL_LINEAR, small) if _plain(config, moe and grouped_moe) else None,
     )
+
+
+def kernels_of_packed(
+    kernels: EngineKernels, model: nn.Module, stackable: Sequence[PackedExperts], weight: torch.Tensor
+) -> EngineKernels:
+    """`kernels` for this model, whose packed layers get theirs: linear layers on a GPU, and experts in stacks where
+    kernels take them."""
+    packed = packed_modules(model)
+    if not packed:
+        return kernels
+    stacked = bool(stackable) and kernels.moe is not None and kernels.grouped_moe is not None
+    for experts in stackable if stacked else ():
+        experts.stack()
+    in_stacks = {id(linear) for experts in stackable for linear in experts.linears} if stacked else set()
+    for linear in packed:
+        if weight.device.type == "cuda" and id(linear) not in in_stacks:
+            linear.use_kernels(weight.dtype)
+    return kernels.for_packed(stacks=stacked)
 
 
 def _attention(config: ModelConfig, batch: int, on: dict[str, Any]) -> tuple[dict[str, Any], bool]:

@@ -18,10 +18,9 @@ from armillary.engine.runner.adapter_slots import AdapterSlots
 from armillary.engine.runner.batch_encoder import Encoder
 from armillary.engine.runner.cuda_graphs import GraphSteps, Steps, first_line, is_out_of_memory
 from armillary.engine.runner.device_state import DeviceRows, block_shape
-from armillary.engine.runner.engine_kernels import EngineKernels, pick_kernels
+from armillary.engine.runner.engine_kernels import EngineKernels, kernels_of_packed, pick_kernels
 from armillary.engine.runner.expert_counters import ExpertCounters
 from armillary.engine.runner.forward import Forward, Inputs, gathered, inputs_of, layer_places
-from armillary.engine.runner.packed_kernels import kernels_of_packed, stackable_experts
 from armillary.engine.runner.pooled_prompts import pool, store_pooled
 from armillary.engine.runner.rank_layout import Pipeline
 from armillary.engine.runner.recurrent_states import make_states
@@ -32,6 +31,7 @@ from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.settings import rope_switch
 from armillary.engine.scheduler.step_loop import StepTooLarge
 from armillary.engine.speculative.draft import Draft
+from armillary.model.moe.packed_experts import stackable_experts
 from armillary.model.transformer import Transformer
 
 # T tokens, B sequences, V vocabulary, W words of 32 tokens

@@ -132,10 +132,10 @@ class Decision:
         drawn = len([seq for seq in self.sampling if seq.request.params.temperature])
         if not chunks:
             return StepWork(0, decodes, keys, 0.0, 0, 0, drawn)
-        tokens, pairs, past = 0, 0.0, 0
+        tokens, scores, past = 0, 0.0, 0
         for _, _, start, size, _ in chunks:
-            tokens, pairs, past = tokens + size, pairs + size * (start + (size + 1) / 2), past + start
-        return StepWork(tokens, decodes, keys, pairs, len(chunks), past, drawn)
+            tokens, scores, past = tokens + size, scores + size * (start + (size + 1) / 2), past + start
+        return StepWork(tokens, decodes, keys, scores, len(chunks), past, drawn)
 
     def text(self) -> str:
         """One line for logs."""

@@ -55,15 +55,15 @@ def nginx_server(folder: Path, port: int, config: str) -> Iterator[None]:
 @contextmanager
 def _running(program: str, arguments: Sequence[str], folder: Path, port: int) -> Iterator[None]:
     """A child that listens on a port, until the block ends."""
-    found, log = shutil.which(program) or shutil.which(program, path="/usr/sbin:/sbin"), folder / f"{program}.log"
-    if found is None:
+    path, log = shutil.which(program) or shutil.which(program, path="/usr/sbin:/sbin"), folder / f"{program}.log"
+    if path is None:
         raise MissingPart(f"{program} is not installed; install it, or leave its key out of [fleet]")
     with socket.socket() as taken:
         if taken.connect_ex(("127.0.0.1", port)) == 0:
             raise ArmillaryError(f"port {port} is in use already; end what has it, or give {program} another one")
     with log.open("ab") as out:
         child = subprocess.Popen(
-            [found, *arguments],
+            [path, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

@@ -48,6 +48,12 @@ class PackedExperts(nn.Module):
         return self.down[expert](activate(inner, self.activation, gated=True))  # type: ignore[no-any-return]
 
 
+def stackable_experts(model: nn.Module) -> list[PackedExperts]:
+    """The packed experts of every layer, where kernels may read each layer as one stack; none where one cannot be."""
+    packed = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    return packed if all(each.can_stack for each in packed) else []
+
+
 def _is_mxfp4(weight: FusedRows) -> bool:
     match weight:
         case FusedRows(parts=(part,), order_N=None):
