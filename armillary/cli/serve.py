@@ -63,7 +63,8 @@ def serve(
     SIGTERM lets requests in flight finish. The rest is keys of [serve], like limits and API keys: --set
     serve.max_model_len=4096, --set serve.max_waiting=100, --set serve.api_key_file=keys.txt, --set serve.name=…
     (for clients), --set serve.dtype=bf16, --set serve.speculate=ngram, --set serve.pp=2
-    (stages of layers), --set serve.ep=4 (groups of experts), --set serve.otlp=http://….
+    (stages of layers), --set serve.ep=4 (groups of experts), --set serve.role=prefill or decode with
+    --set serve.prefill=HOST:PORT (two servers for one model), --set serve.otlp=http://….
 
     A model file (.pt2, .pt, .onnx), or a folder of numbered versions of one, is served at /predict with dynamic
     batching. A .pt2 or .pt can hold code: one that armillary convert did not write here needs --trust.
@@ -96,6 +97,8 @@ def serve(
 
     say = partial(click.echo, err=out.mode != "human")
     follow = followed_alias(home, model, source, asked.serve)
+    if follow is not None and asked.serve.role != "combined":
+        raise BadInput(f"serve.role={asked.serve.role} serves one version; name it, or set serve.registry_poll_s=0")
     if follow is not None:  # clients keep one name while versions change
         source = replace(source, name=follow.release.name)
     dtype = resolve_dtype(home, source, asked, device)
@@ -106,6 +109,8 @@ def serve(
         tp, pp = choose_layout(home, source, asked, dtype, devices=devices, device=device, say=say)
         asked = replace(asked, serve=replace(asked.serve, pp=pp))
     tp = tp or 1
+    if tp > 1 and asked.serve.role != "combined":
+        raise BadInput(f"serve.role={asked.serve.role} is for one device per server yet; leave --tp and --devices out")
     threads = resolve_threads(home, source, asked, dtype, tp=tp, device=device, say=say)
     if threads is not None:
         say(f"threads {threads.reason or f'{threads.count}: as asked'}")

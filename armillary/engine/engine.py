@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from armillary.engine.output.output_text import OutputDelta, OutputProcessor
 from armillary.engine.request.request import Request
@@ -59,6 +59,22 @@ class Completion:
         self.prompt_logprobs = (delta.sequence.leader or delta.sequence).prompt_logprobs
 
 
+class Transfer(Protocol):
+    """Exchanges KV blocks with another engine (`engine/disaggregation`). Called in the engine's thread."""
+
+    def wants(self, seq: Sequence) -> bool:
+        """Whether a new sequence waits until the blocks of its prompt have come."""
+
+    def ask(self, seq: Sequence) -> None:
+        """Such a sequence is in the request table now."""
+
+    def after_step(self) -> None:
+        """An iteration of the loop is over."""
+
+    def gauges(self) -> dict[str, float]:
+        """What was exchanged."""
+
+
 class Engine:
     """Runs steps, and turns their tokens into output and records."""
 
@@ -76,6 +92,7 @@ class Engine:
         self.scheduler = loop.scheduler
         self.output_processor = output_processor
         self.adapters: AdapterTable | None = None  # LoRA adapters that requests may name
+        self.transfer: Transfer | None = None  # of KV blocks with another engine, where this one runs in a thread
         self._record = record
         self._roofline = roofline
         self._experts = ExpertGauges(expert_layers) if expert_layers else None
@@ -119,7 +136,8 @@ class Engine:
         """Gauges of the scheduler and of the experts; called in the engine's thread."""
         if self._experts is not None and not self.busy:
             self._expert_counters().refresh()
-        return state_gauges(self.scheduler) | {"busy_s_total": self._busy_s} | self._expert_gauges()
+        exchanged = {} if self.transfer is None else self.transfer.gauges()
+        return state_gauges(self.scheduler) | {"busy_s_total": self._busy_s} | self._expert_gauges() | exchanged
 
     def _expert_gauges(self) -> dict[str, Any]:
         """By the last copy of the executor's counters; none for a model without experts."""

@@ -39,7 +39,7 @@ class EngineThread:
     """The thread, its inbox, and the receivers of deltas."""
 
     def __init__(self, engine: Engine, outbox: Outbox | None = None) -> None:
-        """With an `outbox`, all deltas go there and none to a receiver of its own."""
+        """With an `outbox`, deltas of requests without a receiver of their own go there, of all requests together."""
         self.engine = engine
         self._outbox = outbox
         self.failure: BaseException | None = None  # the exception that ended the thread
@@ -60,15 +60,16 @@ class EngineThread:
 
     def submit(
         self, request: Request, deliver: Deliver | None = None, constraint: MakeConstraint | None = None
-    ) -> None:
+    ) -> list[Sequence]:
         """Queue a request; `deliver` gets its deltas, in the engine's thread. BadInput where it cannot be served; a
-        full queue or a duplicate id gives a delta with finish = error."""
+        full queue or a duplicate id gives a delta with finish = error. Its sequences are for the engine's thread."""
         arrived_s = self._clock()
         sequences = self.engine.scheduler.request_table.prepare(request, constraint)
         with self._lock:
             if self._stopping or self._closed:
                 raise BadInput("the engine is stopping; ask another one")
             self._inbox.put(lambda: self._enter(sequences, deliver, arrived_s))
+        return sequences
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Abort a request: its last deltas say so. With an `index`, only end that completion."""
@@ -125,6 +126,8 @@ class EngineThread:
                     self._read(self._wait_s())
                     if self.engine.busy:
                         self._send(self.engine.step())
+                    if self.engine.transfer is not None:
+                        self.engine.transfer.after_step()
                     if self._outbox is not None:
                         self._outbox.flush()
         except BaseException as failure:
@@ -158,18 +161,22 @@ class EngineThread:
 
     def _enter(self, sequences: list[Sequence], deliver: Deliver | None, arrived_s: float) -> None:
         """Queue a request that has waited since `arrived_s` for the step under way to end."""
+        transfer = self.engine.transfer
+        waits = transfer is not None and transfer.wants(sequences[0])
         try:
-            self.engine.scheduler.request_table.enter(sequences, arrived_s)
+            self.engine.scheduler.request_table.enter(sequences, arrived_s, awaits_blocks=waits)
         except BadInput as error:
             deltas = [
                 OutputDelta(sequence=seq, tokens=(), text="", finish="error", error=str(error)) for seq in sequences
             ]
-            if self._outbox is not None:
-                self._outbox.take(deltas)
-            elif deliver is not None:
+            if deliver is not None:
                 for delta in deltas:
                     deliver(delta)
+            elif self._outbox is not None:
+                self._outbox.take(deltas)
             return
+        if transfer is not None and waits:
+            transfer.ask(sequences[0])
         if deliver is not None:
             self._deliver[sequences[0].request.id] = deliver
 
@@ -182,7 +189,9 @@ class EngineThread:
 
     def _send(self, deltas: list[OutputDelta]) -> None:
         if self._outbox is not None:
-            return self._outbox.take(deltas)
+            own = [delta for delta in deltas if delta.sequence.request.id in self._deliver] if self._deliver else []
+            self._outbox.take([delta for delta in deltas if delta not in own] if own else deltas)
+            deltas = own
         for delta in deltas:
             self._deliver[delta.sequence.request.id](delta)
         for name in {delta.sequence.request.id for delta in deltas if delta.finish is not None}:

@@ -26,6 +26,8 @@ class RequestTable:
         self.deadlines = Deadlines()
         self.running: list[Sequence] = []
         """in order of precedence: a sequence may preempt those after it, and the first never waits"""
+        self.awaiting_blocks: list[Sequence] = []
+        """their prompts' blocks are computed elsewhere and on their way; they are not in the queue yet"""
         self.rows = list(range(settings.max_running - 1, -1, -1))  # free rows of the batch, the next one last
         self.requests: dict[str, list[Sequence]] = {}  # request id -> sequences, of every unfinished request
         self.totals = Totals()
@@ -41,23 +43,37 @@ class RequestTable:
         self.prefix_reuse.see(sequences, self.cache.block_tokens)
         return sequences
 
-    def enter(self, sequences: list[Sequence], now: float) -> None:
-        """Queue a prepared request; BadInput where the queue is full or the id is taken."""
+    def enter(self, sequences: list[Sequence], now: float, *, awaits_blocks: bool = False) -> None:
+        """Queue a prepared request, or set it aside until `blocks_came`; BadInput where the queue is full or the id is
+        taken."""
         request = sequences[0].request
         if request.id in self.requests:
             raise BadInput(f"request '{request.id}' is here already; give each its own id")
         self._check_adapter(request)  # it may have been unloaded since
         most = self.settings.max_waiting
-        if most is not None and len(self.waiting) >= most:
+        if most is not None and self.num_waiting >= most:
             self.totals.rejected += 1
-            raise BadInput(f"{len(self.waiting):,} requests are waiting, as many as may; try again later")
+            raise BadInput(f"{self.num_waiting:,} requests are waiting, as many as may; try again later")
         key = now + request.priority * self.settings.ageing_s
         for seq in sequences:
             seq.order, seq.arrived_at = (key, self.totals.submitted, seq.index), now
             self._set_deadlines(seq, now)
         self.totals.submitted += 1
         self.requests[request.id] = sequences
-        self.waiting.push(sequences[0])
+        if awaits_blocks:
+            self.awaiting_blocks.append(sequences[0])
+        else:
+            self.waiting.push(sequences[0])
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have not started."""
+        return len(self.waiting) + len(self.awaiting_blocks)
+
+    def blocks_came(self, seq: Sequence) -> None:
+        """Queue a sequence that awaited blocks: they are in the prefix cache now, or will not come."""
+        self.awaiting_blocks.remove(seq)
+        self.waiting.push(seq)
 
     def _check_adapter(self, request: Request) -> None:
         if request.adapter and request.adapter not in self.adapters:
@@ -134,6 +150,8 @@ class RequestTable:
         sleeping = seq.leader is not None and seq in seq.leader.forks
         if seq.state is State.RUNNING:
             self._release(seq, spoiled=reason == "error")
+        elif seq in self.awaiting_blocks:
+            self.awaiting_blocks.remove(seq)
         elif not sleeping:
             self.waiting.left()
         seq.state, seq.finish, seq.finished_at, seq.error = State.FINISHED, reason, now, error

@@ -30,7 +30,7 @@ def state_gauges(scheduler: Scheduler) -> dict[str, float]:
     totals, cache = scheduler.totals, scheduler.cache
     return {
         "running": len(scheduler.request_table.running),
-        "waiting": len(scheduler.request_table.waiting),
+        "waiting": scheduler.request_table.num_waiting,
         "kv_used_fraction": cache.used_fraction,
         "kv_capacity_tokens": cache.num_blocks // len(cache.groups) * cache.block_tokens,
         "preemptions_total": totals.preempted,

@@ -44,7 +44,16 @@ if TYPE_CHECKING:
     from armillary.serving.http.front import Front
     from armillary.serving.openai.app import Api
 
-_PRIVATE = ("api_key_file", "otlp", "trusted_keys", "access_log", "tls_certificate", "tls_key", "cors_origins")
+_PRIVATE = (
+    "api_key_file",
+    "otlp",
+    "trusted_keys",
+    "access_log",
+    "tls_certificate",
+    "tls_key",
+    "cors_origins",
+    "prefill",
+)
 _GRACE_S = 10
 """seconds after drain_s until uvicorn cuts connections itself"""
 

@@ -16,8 +16,10 @@ import traceback
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from armillary.engine.disaggregation.roles import connect, refuse_role
 from armillary.engine.engine import Engine
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.output.output_text import NoText, OutputProcessor
@@ -87,6 +89,7 @@ def run(config: EngineConfig, inbox: Iterator[Any], send_queue: SendQueue) -> No
     for file in config.model_code:
         load_family_file(file)
     with join_world(config.device, timeout_s=_WAIT_S) as world:
+        refuse_role(config.serve, world.size)
         record = _recorder(config) if world.is_main else None
         llm = LLM(
             config.model,
@@ -100,6 +103,8 @@ def run(config: EngineConfig, inbox: Iterator[Any], send_queue: SendQueue) -> No
         if world.is_main:
             lost = _load_adapters(llm, config.adapters)
             worker = start(llm.engine, send_queue)
+            if config.serve.role != "combined":
+                connect(llm.engine, worker, config.serve, Path(config.model))
             send_queue.send(_started(llm, phases, lost))
             apart = Structures(llm.tokenizer, llm.engine.scheduler.settings.vocab)
             receiver = RequestReceiver(llm.engine, worker, send_queue, structures=llm.structures, apart=apart)

@@ -22,8 +22,10 @@ _OF_SOME_ENGINES = (
     "acceptance_fraction",
     "speculation_speedup",
     "kv_host_used_fraction",
+    "decode_servers",
+    "prefill_connected",
 )
-"""of models with experts; of speculative decoding; of KV blocks in host memory"""
+"""of models with experts; of speculative decoding; of KV blocks in host memory; of disaggregated prefill and decode"""
 _ENGINE_TOTALS = (
     "busy_s_total",
     "preemptions_total",
@@ -40,6 +42,12 @@ _ENGINE_TOTALS = (
     "kv_offloaded_total",
     "kv_loaded_total",
     "kv_swapped_in_total",
+    "kv_sent_bytes_total",
+    "kv_send_wait_s_total",
+    "kv_received_bytes_total",
+    "kv_fetched_total",
+    "kv_fetch_failed_total",
+    "kv_fetch_wait_s_total",
 )
 
 _FINISHES = ("stop", "length", "tool_calls", "abort", "deadline", "error")

@@ -62,6 +62,17 @@ class Serve:
     """most LoRA adapters in memory at once; 0: none, or 8 where serve.adapters is given"""
     adapter_rank: int = 16
     """largest rank of a LoRA adapter: memory is kept for max_adapters of this rank on all projections"""
+    role: Literal["combined", "prefill", "decode"] = "combined"
+    """server: part in disaggregated serving; prefill: compute prompts for decode servers, which connect to
+    serve.prefill; decode: let the server there compute long prompts, and receive their KV blocks"""
+    prefill: str = ""
+    """server: HOST:PORT on which a prefill server takes decode servers' connections, and to which a decode server
+    connects; what passes is neither encrypted nor authenticated, so a private network is needed"""
+    prefill_min_tokens: int = 128
+    """decode server: prompts with fewer tokens that its prefix cache does not have are computed there"""
+    prefill_ahead_bytes: int = 256_000_000
+    """prefill server: most bytes of KV blocks that are on their way to one decode server; further prompts of it wait,
+    but one is always computed"""
     batching: Literal["none", "static", "dynamic", "continuous"] = "continuous"
     """batching policy; all but continuous are for comparison"""
     prefix_cache: bool = True
@@ -164,7 +175,8 @@ class Serve:
         at_least(self, "serve", 0, "max_adapters", "kv_host_bytes")
         if self.kv_host_bytes and not self.prefix_cache:
             raise BadRecipe("serve.kv_host_bytes keeps blocks of the prefix cache; leave serve.prefix_cache=true")
-        at_least(self, "serve", 1, "adapter_rank")
+        at_least(self, "serve", 1, "adapter_rank", "prefill_min_tokens", "prefill_ahead_bytes")
+        self._check_role()
         if self.adapters and not self.max_adapters:
             object.__setattr__(self, "max_adapters", 8)
         if self.speculate == "draft" and not self.draft:
@@ -178,6 +190,23 @@ class Serve:
         above_zero(self, "serve", "memory_fraction", most=1)
         if self.prefill_slowdown is not None and not 1.0 < self.prefill_slowdown < float("inf"):
             raise refuse(self, "serve", "prefill_slowdown", "above 1: prompts take some time", 2.0)
+
+    def _check_role(self) -> None:
+        """BadRecipe for what disaggregated prefill and decode cannot be combined with."""
+        if self.role == "combined":
+            if self.prefill:
+                raise BadRecipe("serve.prefill is for serve.role=prefill or decode; set one of them, or leave it out")
+            return
+        if not self.prefill:
+            raise BadRecipe(f"serve.role={self.role} needs serve.prefill=HOST:PORT, the prefill server's address")
+        if not self.prefix_cache:
+            raise BadRecipe(f"serve.role={self.role} exchanges blocks of the prefix cache; set serve.prefix_cache=true")
+        if self.pp > 1 or self.ep > 1:
+            raise BadRecipe(f"serve.role={self.role} is for one device per server yet; leave serve.pp and serve.ep 1")
+        if self.speculate == "draft":
+            raise BadRecipe(f"serve.role={self.role} sends no KV blocks of a draft model; take serve.speculate=ngram")
+        if self.emulate:
+            raise BadRecipe(f"serve.role={self.role} needs an engine that computes; leave serve.emulate=false")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,291 @@
+"""The decode side: asks a prefill server for the KV blocks of long prompts and puts them into the prefix cache.
+
+A prompt waits outside the queue until its blocks are there; then it starts like any other, finds them in the prefix
+cache, and computes what is left: at least its last token, so the first token is sampled here. Whatever goes wrong —
+no connection, a prefill server that dies or falls silent, blocks that were evicted meanwhile — the prompt starts with
+the blocks that are there and the engine computes the rest itself.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from armillary.engine.disaggregation import wire
+from armillary.engine.disaggregation.block_bytes import BlockBytes
+from armillary.engine.disaggregation.wire import Frame, Kind, PeerGone, Prompt
+from armillary.engine.engine_thread import EngineThread
+from armillary.engine.request.sequence import Sequence, State
+from armillary.errors import BadInput
+
+_STAGED_FRAMES = 4
+"""frames of blocks that were read and are not in the cache yet; beyond, the connection is not read"""
+_RETRY_S = 1.0
+
+
+@dataclass(eq=False)
+class Fetch:
+    """A sequence whose prompt is computed by the prefill server."""
+
+    seq: Sequence
+    first: int
+    """blocks that are here already"""
+    stop: int
+    """blocks that are wanted"""
+    reserved: int = 0
+    """blocks of all groups that it needs, once it is asked for"""
+    number: int = 0
+    """0: not asked for yet"""
+    over: bool = False
+    """all blocks have come, or no more will"""
+
+
+class DecodeSide:
+    """The fetches of one engine, and its connection to the prefill server."""
+
+    def __init__(
+        self, worker: EngineThread, blocks: BlockBytes, *, fingerprint: bytes, address: str, min_tokens: int
+    ) -> None:
+        """Prompts with fewer than `min_tokens` that the prefix cache does not have are computed here."""
+        self._worker, self._blocks, self._min_tokens = worker, blocks, min_tokens
+        self._fingerprint, self._address = fingerprint, address
+        self._table, self._cache = worker.engine.scheduler.request_table, worker.engine.scheduler.cache
+        self._fetches: list[Fetch] = []  # this and the next of the engine's thread
+        self._by_number: dict[int, Fetch] = {}
+        self._outgoing: queue.SimpleQueue[Frame | None] | None = None  # none: not connected
+        self._numbers = count(1)
+        self._staged = threading.Semaphore(_STAGED_FRAMES)
+        self._stopped = threading.Event()
+        self._sock: socket.socket | None = None
+        self._said = ""
+        self._received_bytes = self._num_fetched = self._num_local = 0
+        self._wait_s = 0.0
+
+    # --- the connection
+
+    def connect(self) -> None:
+        """Connect, and again whenever the connection ends. BadInput where the prefill server refuses; one that does not
+        answer may come later."""
+        sock: socket.socket | None = None
+        try:
+            sock = self._connected()
+        except PeerGone as error:
+            self._say(str(error))
+        threading.Thread(target=self._run, args=(sock,), name="kv-receive", daemon=True).start()
+
+    def close(self) -> None:
+        self._stopped.set()
+        if self._sock is not None:
+            wire.close(self._sock)
+
+    def _connected(self) -> socket.socket:
+        try:
+            sock = socket.create_connection(wire.parse_address(self._address), timeout=wire.SILENCE_S)
+        except OSError as error:
+            raise PeerGone(f"no prefill server at {self._address} ({error.strerror or error})") from None
+        try:
+            wire.prepare(sock)
+            wire.send(sock, wire.hello(self._fingerprint))
+            answer = wire.receive(sock)
+        except PeerGone:
+            sock.close()
+            raise
+        if answer.kind is not Kind.HELLO:
+            sock.close()
+            why = bytes(answer.head).decode(errors="replace")
+            raise BadInput(f"the prefill server at {self._address} refuses: {why}; start both with the same settings")
+        return sock
+
+    def _run(self, sock: socket.socket | None) -> None:
+        """In a thread: connect and receive, until the end."""
+        while not self._stopped.is_set():
+            try:
+                self._receive(sock or self._connected())
+            except (PeerGone, BadInput) as error:
+                self._say(str(error))
+            sock = None
+            self._stopped.wait(_RETRY_S)
+
+    def _receive(self, sock: socket.socket) -> None:
+        self._sock, self._said = sock, ""
+        outgoing: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        threading.Thread(target=_send_all, args=(sock, outgoing), name="kv-ask", daemon=True).start()
+        self._worker.between_steps(partial(self._open, outgoing))
+        try:
+            while True:
+                frame = wire.receive(sock)
+                if frame.kind is Kind.BLOCKS:
+                    entries = wire.read_entries(frame)
+                    if len(frame.payload) != len(entries) * self._blocks.block_bytes:
+                        raise PeerGone("it sent blocks of another size")
+                    self._staged.acquire()
+                    self._worker.between_steps(partial(self._take, frame.number, entries, frame.payload))
+                elif frame.kind is Kind.DONE:
+                    self._worker.between_steps(partial(self._done, frame.number, bool(frame.head)))
+        finally:
+            outgoing.put(None)
+            wire.close(sock)
+            self._worker.between_steps(self._lost)
+
+    def _say(self, text: str) -> None:
+        """One line, once."""
+        if text != self._said and not self._stopped.is_set():
+            self._said = text
+            print(f"prefill server: {text}; prompts are computed here until it is back", file=sys.stderr, flush=True)
+
+    # --- in the engine's thread
+
+    def wants(self, seq: Sequence) -> bool:
+        params = seq.request.params
+        if self._outgoing is None or seq.request.adapter or params.needs_every_token or params.pooling is not None:
+            return False
+        first, stop = self._missing(seq)
+        return (stop - first) * self._cache.block_tokens >= self._min_tokens
+
+    def ask(self, seq: Sequence) -> None:
+        first, stop = self._missing(seq)
+        self._fetches.append(Fetch(seq, first, stop))
+
+    def _missing(self, seq: Sequence) -> tuple[int, int]:
+        """Index of the first block that neither the device nor the host has, and of the first that is not wanted: the
+        last token is always computed here."""
+        cache, stop, first = self._cache, (seq.num_prompt - 1) // self._cache.block_tokens, 0
+        group = cache.full_groups[0] if cache.full_groups else 0
+        while first < stop and cache.full_groups and self._has(seq, group, first):
+            first += 1
+        return first, stop
+
+    def _has(self, seq: Sequence, group: int, index: int) -> bool:
+        offload = self._cache.offload
+        found = self._cache.prefix_cache.of(seq.chain, group, index)
+        return bool(found or (offload is not None and offload.find(seq, group, index)))
+
+    def after_step(self) -> None:
+        """Forget fetches that are over, and ask for what there is space for."""
+        if not self._fetches:
+            return
+        for fetch in self._fetches:
+            if fetch.seq.finish is not None and fetch.number and not fetch.over:
+                self._cancel(fetch)
+        self._fetches = [fetch for fetch in self._fetches if fetch.seq.finish is None and not _started(fetch)]
+        reserved = sum(fetch.reserved for fetch in self._fetches if fetch.number)
+        for fetch in self._fetches:
+            if fetch.number or fetch.over:
+                continue
+            self._look_again(fetch)
+            if fetch.over:
+                continue
+            alone = not reserved and not self._table.running
+            if not alone and reserved + fetch.reserved > self._cache.available:
+                return  # until a sequence ends: prompts that nothing has space for would evict each other
+            reserved += fetch.reserved
+            self._send(fetch)
+
+    def _look_again(self, fetch: Fetch) -> None:
+        """What another prompt brought meanwhile is not asked for."""
+        fetch.first, _ = self._missing(fetch.seq)
+        fetch.reserved = (fetch.stop - fetch.first) * len(self._cache.groups)
+        if not fetch.reserved:
+            self._end(fetch, failed=False)
+
+    def _send(self, fetch: Fetch) -> None:
+        assert self._outgoing is not None, "fetches end with the connection"
+        fetch.number, seq = next(self._numbers), fetch.seq
+        self._by_number[fetch.number] = fetch
+        tokens = seq.tokens[: fetch.stop * self._cache.block_tokens]
+        self._outgoing.put(Prompt(fetch.first, seq.request.salt, tokens).frame(fetch.number))
+
+    def _cancel(self, fetch: Fetch) -> None:
+        fetch.over = True
+        self._by_number.pop(fetch.number, None)
+        if self._outgoing is not None:
+            self._outgoing.put(Frame(Kind.CANCEL, fetch.number))
+
+    def _open(self, outgoing: queue.SimpleQueue[Frame | None]) -> None:
+        self._outgoing = outgoing
+
+    def _lost(self) -> None:
+        """The connection ended: what waits is computed here."""
+        self._outgoing = None
+        self._by_number.clear()
+        for fetch in self._fetches:
+            if not fetch.over:
+                self._end(fetch, failed=True)
+
+    def _take(self, number: int, entries: list[tuple[int, int]], payload: memoryview) -> None:
+        """Put blocks that came into the prefix cache, held by nobody: should they be evicted before their sequence
+        starts, it computes them."""
+        try:
+            self._received_bytes += len(payload)
+            fetch = self._by_number.get(number)
+            if fetch is not None and not self._put(fetch, entries, payload):
+                self._cancel(fetch)
+                self._end(fetch, failed=True)
+        finally:
+            self._staged.release()
+
+    def _put(self, fetch: Fetch, entries: list[tuple[int, int]], payload: memoryview) -> bool:
+        """False where a block cannot be used, or there is no space."""
+        cache, chain = self._cache, fetch.seq.chain
+        names = cache.prefix_cache
+        if not all(group < len(cache.groups) and index < fetch.stop for group, index in entries):
+            return False
+        new = [at for at, (g, index) in enumerate(entries) if chain.digests[index] not in names.by_digest[g]]
+        if len(new) > cache.pool.num_free:
+            return False
+        fresh = cache.pool.allocate(len(new))
+        if fresh:
+            self._blocks.write(fresh, payload, new)
+        for block, at in zip(fresh, new, strict=True):
+            g, index = entries[at]
+            names.put(block, g, chain.digests[index], chain.parent(index), chain.chunks[index], first=not index)
+        cache.pool.release(fresh)
+        return True
+
+    def _done(self, number: int, failed: bool) -> None:
+        fetch = self._by_number.pop(number, None)
+        if fetch is not None:
+            self._end(fetch, failed=failed)
+
+    def _end(self, fetch: Fetch, *, failed: bool) -> None:
+        """Let a sequence start. Its blocks are used last to first now, so that the cache would evict the end first."""
+        fetch.over, seq, cache = True, fetch.seq, self._cache
+        if seq.finish is not None:
+            return
+        for g in range(len(cache.groups)):
+            found = [cache.prefix_cache.of(seq.chain, g, index) for index in range(fetch.stop)]
+            blocks = [block for block in found if block]
+            cache.pool.share(blocks)
+            cache.pool.release(blocks[::-1])
+        self._num_local += failed
+        self._num_fetched += not failed
+        self._wait_s += time.monotonic() - seq.arrived_at
+        self._table.blocks_came(seq)
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "kv_received_bytes_total": self._received_bytes,
+            "kv_fetched_total": self._num_fetched,
+            "kv_fetch_failed_total": self._num_local,
+            "kv_fetch_wait_s_total": self._wait_s,
+            "prefill_connected": float(self._outgoing is not None),
+        }
+
+
+def _started(fetch: Fetch) -> bool:
+    return fetch.over and (fetch.seq.state is not State.WAITING or fetch.seq.started_at is not None)
+
+
+def _send_all(sock: socket.socket, outgoing: queue.SimpleQueue[Frame | None]) -> None:
+    """In a thread, so that a prefill server that does not read holds up no step."""
+    while (frame := outgoing.get()) is not None:
+        try:
+            wire.send(sock, frame)
+        except PeerGone:
+            return wire.close(sock)

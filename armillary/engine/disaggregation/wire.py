@@ -1,0 +1,152 @@
+"""Frames between a prefill and a decode server, over one TCP connection: a fixed header, then raw bytes.
+
+    decode  → prefill   HELLO, then REQUEST and CANCEL
+    prefill → decode    HELLO or REFUSAL, then BLOCKS and DONE; ALIVE when there was nothing to send for a second
+
+Nothing that arrives is executed or unpickled, and lengths are checked before memory is taken.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from array import array
+from collections.abc import Iterable
+from contextlib import suppress
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from armillary.errors import ArmillaryError, BadRecipe
+
+VERSION = 1
+HEADER = struct.Struct("<BxxxIQQQ")  # kind, entries, number of the request, bytes of the head, bytes of the payload
+ENTRY = struct.Struct("<HxxI")  # group, index: one block
+SILENCE_S = 10.0
+"""time without a frame after which the other side counts as gone"""
+SEND_S = 60.0
+"""time that the other side may leave a frame unread"""
+_MOST_HEAD = 1 << 26
+_MOST_PAYLOAD = 1 << 30
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    REFUSAL = 2
+    REQUEST = 3
+    CANCEL = 4
+    BLOCKS = 5
+    DONE = 6
+    ALIVE = 7
+
+
+class Frame(NamedTuple):
+    """`head` is small; `payload` holds blocks."""
+
+    kind: Kind
+    number: int = 0
+    entries: int = 0
+    head: bytes | memoryview = b""
+    payload: bytes | memoryview = b""
+
+
+class PeerGone(ArmillaryError):
+    """The other side closed the connection, fell silent, or sent something that is not a frame."""
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """HOST:PORT, also [IPv6]:PORT."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise BadRecipe(f"serve.prefill={text!r} is no address; give HOST:PORT, like 10.0.0.5:9100")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def prepare(sock: socket.socket) -> None:
+    """Send at once, and give up on a peer that acknowledges or reads nothing for `SEND_S`."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_S), 0))
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_S))
+
+
+def send(sock: socket.socket, frame: Frame) -> None:
+    """PeerGone where the connection has ended or nobody reads."""
+    payload = memoryview(frame.payload)
+    header = HEADER.pack(frame.kind, frame.entries, frame.number, len(frame.head), payload.nbytes)
+    try:
+        sock.sendall(header + bytes(frame.head))
+        if payload.nbytes:
+            sock.sendall(payload)
+    except OSError as error:
+        raise PeerGone(f"the connection ended ({error.strerror or error})") from None
+
+
+def receive(sock: socket.socket) -> Frame:
+    """The next frame; PeerGone where none comes within the socket's timeout."""
+    kind, entries, number, head_bytes, payload_bytes = HEADER.unpack(_received(sock, HEADER.size))
+    if kind not in Kind._value2member_map_ or head_bytes > _MOST_HEAD or payload_bytes > _MOST_PAYLOAD:
+        raise PeerGone("it sent something that is not a frame; is it a prefill or decode server of this version?")
+    head = _received(sock, head_bytes)
+    return Frame(Kind(kind), number, entries, head, _received(sock, payload_bytes))
+
+
+def _received(sock: socket.socket, size: int) -> memoryview:
+    view, at = memoryview(np.empty(size, np.uint8)), 0
+    while at < size:
+        try:
+            count = sock.recv_into(view[at:])
+        except TimeoutError:
+            raise PeerGone("it has been silent for too long") from None
+        except OSError as error:
+            raise PeerGone(f"the connection ended ({error.strerror or error})") from None
+        if not count:
+            raise PeerGone("it closed the connection")
+        at += count
+    return view
+
+
+def close(sock: socket.socket) -> None:
+    """Close a socket that another thread may be reading."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
+
+
+def hello(fingerprint: bytes) -> Frame:
+    return Frame(Kind.HELLO, VERSION, head=fingerprint)
+
+
+class Prompt(NamedTuple):
+    """A prompt whose blocks are wanted: those of full attention from block `first` on."""
+
+    first: int
+    salt: str
+    tokens: list[int]
+
+    def frame(self, number: int) -> Frame:
+        salt = self.salt.encode()
+        head = struct.pack("<II", self.first, len(salt)) + salt + array("i", self.tokens).tobytes()
+        return Frame(Kind.REQUEST, number, head=head)
+
+    @staticmethod
+    def read(frame: Frame) -> Prompt:
+        head = bytes(frame.head)
+        try:
+            first, size = struct.unpack_from("<II", head)
+            tokens = array("i", head[8 + size :]).tolist()
+            return Prompt(first, head[8 : 8 + size].decode(), tokens)
+        except (struct.error, ValueError):
+            raise PeerGone("it sent a prompt that cannot be read") from None
+
+
+def entries_head(entries: Iterable[tuple[int, int]]) -> bytes:
+    return b"".join(ENTRY.pack(group, index) for group, index in entries)
+
+
+def read_entries(frame: Frame) -> list[tuple[int, int]]:
+    """(group, index) of each block in the payload."""
+    if len(frame.head) != frame.entries * ENTRY.size:
+        raise PeerGone("it sent blocks without saying which")
+    return list(ENTRY.iter_unpack(frame.head))
