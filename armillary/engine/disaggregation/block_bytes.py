@@ -32,14 +32,18 @@ class BlockBytes:
     @property
     def block_bytes(self) -> int:
         blocks = self._rows.blocks
-        return blocks[:, 0].numel() * blocks.element_size()
+        return int(blocks[:, 0].numel() * blocks.element_size())
 
     def read(self, blocks: list[int]) -> Payload:
-        """Start to copy blocks; on a GPU the copy runs beside the next step."""
+        """Start to copy blocks; on a GPU the copy runs beside the next step. On a CPU one block is copied after the
+        other: its heads are apart in memory, and an index over blocks copies them at a twentieth of the speed."""
         own_LC = self._rows.blocks
+        if not own_LC.is_cuda:
+            own_CL = torch.empty((len(blocks), own_LC.shape[0], *own_LC.shape[2:]), dtype=own_LC.dtype)
+            for copied_L, block in zip(own_CL, blocks, strict=True):
+                copied_L.copy_(own_LC[:, block])
+            return lambda: memoryview(own_CL.flatten().view(torch.uint8).numpy())
         bytes_C = own_LC[:, self._index(blocks)].transpose(0, 1).contiguous().flatten().view(torch.uint8)
-        if not bytes_C.is_cuda:
-            return lambda: memoryview(bytes_C.numpy())
         pinned, done = torch.empty(bytes_C.shape, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
         pinned.copy_(bytes_C, non_blocking=True)
         done.record()
@@ -59,6 +63,10 @@ class BlockBytes:
             copies.clear()
         given_CL = torch.frombuffer(data, dtype=torch.uint8).view(own_LC.dtype)
         given_CL = given_CL.view(-1, own_LC.shape[0], *own_LC.shape[2:])
+        if not own_LC.is_cuda:
+            for block, place in zip(blocks, chosen, strict=True):
+                own_LC[:, block].copy_(given_CL[place])
+            return
         if len(chosen) < len(given_CL):
             given_CL = given_CL[torch.tensor(chosen)]
         own_LC[:, self._index(blocks)] = given_CL.to(own_LC.device).transpose(0, 1)

@@ -46,6 +46,25 @@ class Fetch:
     """all blocks have come, or no more will"""
 
 
+class Staged:
+    """Memory for blocks that were read and are not in the cache yet. It is used again: to get new memory takes as long
+    as to fill it."""
+
+    def __init__(self) -> None:
+        self._free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        for _ in range(_STAGED_FRAMES):
+            self._free.put(bytearray())
+
+    def memory(self, size: int) -> memoryview:
+        """Waits until the engine has taken earlier blocks."""
+        memory = self._free.get()
+        return memoryview(memory if len(memory) >= size else bytearray(size))[:size]
+
+    def give_back(self, view: memoryview) -> None:
+        assert isinstance(view.obj, bytearray)
+        self._free.put(view.obj)
+
+
 class DecodeSide:
     """The fetches of one engine, and its connection to the prefill server."""
 
@@ -60,7 +79,6 @@ class DecodeSide:
         self._by_number: dict[int, Fetch] = {}
         self._outgoing: queue.SimpleQueue[Frame | None] | None = None  # none: not connected
         self._numbers = count(1)
-        self._staged = threading.Semaphore(_STAGED_FRAMES)
         self._stopped = threading.Event()
         self._sock: socket.socket | None = None
         self._said = ""
@@ -115,17 +133,17 @@ class DecodeSide:
     def _receive(self, sock: socket.socket) -> None:
         self._sock, self._said = sock, ""
         outgoing: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        staged = Staged()
         threading.Thread(target=_send_all, args=(sock, outgoing), name="kv-ask", daemon=True).start()
         self._worker.between_steps(partial(self._open, outgoing))
         try:
             while True:
-                frame = wire.receive(sock)
+                frame = wire.receive(sock, staged.memory)
                 if frame.kind is Kind.BLOCKS:
                     entries = wire.read_entries(frame)
                     if len(frame.payload) != len(entries) * self._blocks.block_bytes:
                         raise PeerGone("it sent blocks of another size")
-                    self._staged.acquire()
-                    self._worker.between_steps(partial(self._take, frame.number, entries, frame.payload))
+                    self._worker.between_steps(partial(self._take, staged, frame.number, entries, frame.payload))
                 elif frame.kind is Kind.DONE:
                     self._worker.between_steps(partial(self._done, frame.number, bool(frame.head)))
         finally:
@@ -218,7 +236,7 @@ class DecodeSide:
             if not fetch.over:
                 self._end(fetch, failed=True)
 
-    def _take(self, number: int, entries: list[tuple[int, int]], payload: memoryview) -> None:
+    def _take(self, staged: Staged, number: int, entries: list[tuple[int, int]], payload: memoryview) -> None:
         """Put blocks that came into the prefix cache, held by nobody: should they be evicted before their sequence
         starts, it computes them."""
         try:
@@ -228,7 +246,7 @@ class DecodeSide:
                 self._cancel(fetch)
                 self._end(fetch, failed=True)
         finally:
-            self._staged.release()
+            staged.give_back(payload)
 
     def _put(self, fetch: Fetch, entries: list[tuple[int, int]], payload: memoryview) -> bool:
         """False where a block cannot be used, or there is no space."""

@@ -96,9 +96,9 @@ class DecodePeer:
             self._start_some()
         elif frame.kind is Kind.CANCEL:
             with self._lock:
-                feed = self._feeds.pop(frame.number, None)
-            if feed is not None:
-                self._drop([feed])
+                cancelled = self._feeds.pop(frame.number, None)
+            if cancelled is not None:
+                self._drop([cancelled])
                 self._start_some()
 
     def _start_some(self) -> None:
@@ -148,7 +148,7 @@ class DecodePeer:
             self.close()
 
     def _send_one(self, frame: Frame, payload: Payload | None) -> None:
-        data = payload() if payload is not None else b""
+        data = payload() if payload is not None else memoryview(b"")
         begin = time.monotonic()
         wire.send(self._sock, frame._replace(payload=data))
         self._side.sent(len(data), time.monotonic() - begin)

@@ -11,12 +11,10 @@ from __future__ import annotations
 import socket
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
-
-import numpy as np
 
 from armillary.errors import ArmillaryError, BadRecipe
 
@@ -48,7 +46,7 @@ class Frame(NamedTuple):
     number: int = 0
     entries: int = 0
     head: bytes | memoryview = b""
-    payload: bytes | memoryview = b""
+    payload: memoryview = memoryview(b"")
 
 
 class PeerGone(ArmillaryError):
@@ -73,7 +71,7 @@ def prepare(sock: socket.socket) -> None:
 
 def send(sock: socket.socket, frame: Frame) -> None:
     """PeerGone where the connection has ended or nobody reads."""
-    payload = memoryview(frame.payload)
+    payload = frame.payload
     header = HEADER.pack(frame.kind, frame.entries, frame.number, len(frame.head), payload.nbytes)
     try:
         sock.sendall(header + bytes(frame.head))
@@ -83,18 +81,25 @@ def send(sock: socket.socket, frame: Frame) -> None:
         raise PeerGone(f"the connection ended ({error.strerror or error})") from None
 
 
-def receive(sock: socket.socket) -> Frame:
-    """The next frame; PeerGone where none comes within the socket's timeout."""
-    kind, entries, number, head_bytes, payload_bytes = HEADER.unpack(_received(sock, HEADER.size))
-    if kind not in Kind._value2member_map_ or head_bytes > _MOST_HEAD or payload_bytes > _MOST_PAYLOAD:
+def receive(sock: socket.socket, buffer: Callable[[int], memoryview] | None = None) -> Frame:
+    """The next frame; PeerGone where none comes within the socket's timeout. Its payload is read into what `buffer`
+    gives for its size; without one, none may come."""
+    kind, entries, number, head_bytes, payload_bytes = HEADER.unpack(
+        _received(sock, memoryview(bytearray(HEADER.size)))
+    )
+    most = 0 if buffer is None or kind != Kind.BLOCKS else _MOST_PAYLOAD
+    if kind not in Kind._value2member_map_ or head_bytes > _MOST_HEAD or payload_bytes > most:
         raise PeerGone("it sent something that is not a frame; is it a prefill or decode server of this version?")
-    head = _received(sock, head_bytes)
-    return Frame(Kind(kind), number, entries, head, _received(sock, payload_bytes))
+    head = _received(sock, memoryview(bytearray(head_bytes)))
+    if buffer is None or kind != Kind.BLOCKS:
+        return Frame(Kind(kind), number, entries, head)
+    return Frame(Kind(kind), number, entries, head, _received(sock, buffer(payload_bytes)))
 
 
-def _received(sock: socket.socket, size: int) -> memoryview:
-    view, at = memoryview(np.empty(size, np.uint8)), 0
-    while at < size:
+def _received(sock: socket.socket, view: memoryview) -> memoryview:
+    """Fill `view`."""
+    at = 0
+    while at < view.nbytes:
         try:
             count = sock.recv_into(view[at:])
         except TimeoutError:

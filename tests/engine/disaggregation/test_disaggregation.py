@@ -190,6 +190,9 @@ def test_a_small_cache_on_the_decode_side_with_blocks_in_host_memory(folders: Fo
         assert decode.engine.scheduler.cache.num_blocks < 40
         for _ in range(3):
             assert decode.tokens(PROMPTS) == expected["dense"]
+        offload = decode.engine.scheduler.cache.offload
+        assert offload is not None and offload.num_offloaded and offload.num_loaded
+        assert decode.gauge("kv_fetched_total") >= 4
         decode.checked()
 
 
@@ -225,7 +228,7 @@ def send_garbage(sock: socket.socket, number: int) -> None:
 
 
 def send_blocks_of_another_size(sock: socket.socket, number: int) -> None:
-    wire.send(sock, Frame(Kind.BLOCKS, number, 1, wire.entries_head([(0, 0)]), b"12345"))
+    wire.send(sock, Frame(Kind.BLOCKS, number, 1, wire.entries_head([(0, 0)]), memoryview(b"12345")))
 
 
 def give_up(sock: socket.socket, number: int) -> None:
