@@ -19,7 +19,7 @@ from itertools import count
 
 from armillary.engine.disaggregation import wire
 from armillary.engine.disaggregation.block_bytes import BlockBytes
-from armillary.engine.disaggregation.wire import Frame, Kind, PeerGone, Prompt
+from armillary.engine.disaggregation.wire import Frame, FrameType, PeerGone, Prompt
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.request.sequence import Sequence, State
 from armillary.errors import BadInput
@@ -114,7 +114,7 @@ class DecodeSide:
         except PeerGone:
             sock.close()
             raise
-        if answer.kind is not Kind.HELLO:
+        if answer.kind is not FrameType.HELLO:
             sock.close()
             why = bytes(answer.head).decode(errors="replace")
             raise BadInput(f"the prefill server at {self._address} refuses: {why}; start both with the same settings")
@@ -139,12 +139,12 @@ class DecodeSide:
         try:
             while True:
                 frame = wire.receive(sock, staged.memory)
-                if frame.kind is Kind.BLOCKS:
+                if frame.kind is FrameType.BLOCKS:
                     entries = wire.read_entries(frame)
                     if len(frame.payload) != len(entries) * self._blocks.block_bytes:
                         raise PeerGone("it sent blocks of another size")
                     self._worker.between_steps(partial(self._take, staged, frame.number, entries, frame.payload))
-                elif frame.kind is Kind.DONE:
+                elif frame.kind is FrameType.DONE:
                     self._worker.between_steps(partial(self._done, frame.number, bool(frame.head)))
         finally:
             outgoing.put(None)
@@ -181,8 +181,8 @@ class DecodeSide:
 
     def _has(self, seq: Sequence, group: int, index: int) -> bool:
         offload = self._cache.offload
-        found = self._cache.prefix_cache.of(seq.chain, group, index)
-        return bool(found or (offload is not None and offload.find(seq, group, index)))
+        block = self._cache.prefix_cache.of(seq.chain, group, index)
+        return bool(block or (offload is not None and offload.find(seq, group, index)))
 
     def after_step(self) -> None:
         """Forget fetches that are over, and ask for what there is space for."""
@@ -223,7 +223,7 @@ class DecodeSide:
         fetch.over = True
         self._by_number.pop(fetch.number, None)
         if self._outgoing is not None:
-            self._outgoing.put(Frame(Kind.CANCEL, fetch.number))
+            self._outgoing.put(Frame(FrameType.CANCEL, fetch.number))
 
     def _open(self, outgoing: queue.SimpleQueue[Frame | None]) -> None:
         self._outgoing = outgoing
@@ -277,8 +277,8 @@ class DecodeSide:
         if seq.finish is not None:
             return
         for g in range(len(cache.groups)):
-            found = [cache.prefix_cache.of(seq.chain, g, index) for index in range(fetch.stop)]
-            blocks = [block for block in found if block]
+            cached = [cache.prefix_cache.of(seq.chain, g, index) for index in range(fetch.stop)]
+            blocks = [block for block in cached if block]
             cache.pool.share(blocks)
             cache.pool.release(blocks[::-1])
         self._num_local += failed

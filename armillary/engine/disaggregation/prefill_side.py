@@ -19,7 +19,7 @@ from itertools import count
 
 from armillary.engine.disaggregation import wire
 from armillary.engine.disaggregation.block_bytes import BlockBytes, Payload
-from armillary.engine.disaggregation.wire import Frame, Kind, PeerGone, Prompt
+from armillary.engine.disaggregation.wire import Frame, FrameType, PeerGone, Prompt
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.output.output_text import OutputDelta
 from armillary.engine.request.request import Request
@@ -32,7 +32,7 @@ _FRAME_BYTES = 1 << 22
 
 
 @dataclass(eq=False)
-class Feed:
+class PrefillTask:
     """One prompt that a decode server asked for."""
 
     peer: DecodePeer
@@ -57,8 +57,8 @@ class DecodePeer:
         self._queue: queue.SimpleQueue[tuple[Frame, Payload | None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         """guards what follows"""
-        self._waiting: deque[Feed] = deque()
-        self._feeds: dict[int, Feed] = {}
+        self._waiting: deque[PrefillTask] = deque()
+        self._tasks: dict[int, PrefillTask] = {}
         self._unsent_bytes = 0  # of prompts that were started
         self._closed = False
 
@@ -79,24 +79,24 @@ class DecodePeer:
         self._sock.settimeout(wire.SILENCE_S)
         wire.prepare(self._sock)
         hello, own = wire.receive(self._sock), self._side.fingerprint
-        if hello.kind is not Kind.HELLO or hello.entries or hello.number != wire.VERSION:
-            wire.send(self._sock, Frame(Kind.REFUSAL, head=b"it is of another version"))
+        if hello.kind is not FrameType.HELLO or hello.entries or hello.number != wire.VERSION:
+            wire.send(self._sock, Frame(FrameType.REFUSAL, head=b"it is of another version"))
             raise PeerGone("another version")
         if bytes(hello.head) != own:
-            wire.send(self._sock, Frame(Kind.REFUSAL, head=b"it serves another model, dtype or block size"))
+            wire.send(self._sock, Frame(FrameType.REFUSAL, head=b"it serves another model, dtype or block size"))
             raise PeerGone("another model")
         wire.send(self._sock, wire.hello(own))
 
     def _take(self, frame: Frame) -> None:
-        if frame.kind is Kind.REQUEST:
-            feed = self._side.feed(self, frame.number, Prompt.read(frame))
+        if frame.kind is FrameType.REQUEST:
+            task = self._side.make_task(self, frame.number, Prompt.read(frame))
             with self._lock:
-                self._waiting.append(feed)
-                self._feeds[feed.number] = feed
+                self._waiting.append(task)
+                self._tasks[task.number] = task
             self._start_some()
-        elif frame.kind is Kind.CANCEL:
+        elif frame.kind is FrameType.CANCEL:
             with self._lock:
-                cancelled = self._feeds.pop(frame.number, None)
+                cancelled = self._tasks.pop(frame.number, None)
             if cancelled is not None:
                 self._drop([cancelled])
                 self._start_some()
@@ -112,26 +112,26 @@ class DecodePeer:
                 more = self._waiting[0].expected_bytes
                 if self._unsent_bytes and self._unsent_bytes + more > self._side.window_bytes:
                     return
-                feed = self._waiting.popleft()
+                task = self._waiting.popleft()
                 self._unsent_bytes += more
-            self._side.start(feed)
+            self._side.start(task)
 
-    def put(self, feed: Feed, frame: Frame, payload: Payload | None, num_bytes: int) -> None:
+    def put(self, task: PrefillTask, frame: Frame, payload: Payload | None, num_bytes: int) -> None:
         """Queue blocks of a prompt. In the engine's thread."""
-        feed.expected_bytes -= num_bytes
+        task.expected_bytes -= num_bytes
         self._queue.put((frame, payload))
 
-    def done(self, feed: Feed, error: str = "") -> None:
+    def done(self, task: PrefillTask, error: str = "") -> None:
         """All blocks of a prompt are queued, or no more will come."""
         with self._lock:
-            self._feeds.pop(feed.number, None)
-            self._unsent_bytes -= feed.expected_bytes
-        self._queue.put((Frame(Kind.DONE, feed.number, head=error.encode()), None))
+            self._tasks.pop(task.number, None)
+            self._unsent_bytes -= task.expected_bytes
+        self._queue.put((Frame(FrameType.DONE, task.number, head=error.encode()), None))
 
-    def _drop(self, feeds: list[Feed]) -> None:
-        for feed in feeds:
-            feed.cancelled = True
-            self._side.cancel(feed)
+    def _drop(self, tasks: list[PrefillTask]) -> None:
+        for task in tasks:
+            task.cancelled = True
+            self._side.cancel(task)
 
     def _send(self) -> None:
         try:
@@ -139,7 +139,7 @@ class DecodePeer:
                 try:
                     item = self._queue.get(timeout=1.0)
                 except queue.Empty:
-                    item = Frame(Kind.ALIVE), None
+                    item = Frame(FrameType.ALIVE), None
                 if item is None:
                     return
                 self._send_one(*item)
@@ -161,11 +161,11 @@ class DecodePeer:
             if self._closed:
                 return
             self._closed = True
-            feeds, self._feeds = list(self._feeds.values()), {}
+            tasks, self._tasks = list(self._tasks.values()), {}
             self._waiting.clear()
         wire.close(self._sock)
         self._queue.put(None)
-        self._drop(feeds)
+        self._drop(tasks)
         self._side.forget(self)
 
 
@@ -180,7 +180,7 @@ class PrefillSide:
         self._cache = worker.engine.scheduler.cache
         self._listener = _listen(address)
         self._peers: set[DecodePeer] = set()
-        self._feeds: set[Feed] = set()  # of the engine's thread
+        self._tasks: set[PrefillTask] = set()  # of the engine's thread
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._sent_bytes, self._send_s = 0, 0.0
@@ -222,11 +222,11 @@ class PrefillSide:
 
     # --- prompts: in threads of connections
 
-    def feed(self, peer: DecodePeer, number: int, prompt: Prompt) -> Feed:
+    def make_task(self, peer: DecodePeer, number: int, prompt: Prompt) -> PrefillTask:
         size = self._cache.block_tokens
         stop = len(prompt.tokens) // size
         blocks = max(0, stop - prompt.first) * len(self._cache.groups)
-        return Feed(
+        return PrefillTask(
             peer=peer,
             number=number,
             prompt=prompt,
@@ -235,30 +235,31 @@ class PrefillSide:
             stop=stop,
         )
 
-    def start(self, feed: Feed) -> None:
+    def start(self, task: PrefillTask) -> None:
         """Submit a prompt to the engine: its whole blocks, and one token that nobody reads."""
-        tokens = feed.prompt.tokens[: feed.stop * self._cache.block_tokens]
+        tokens = task.prompt.tokens[: task.stop * self._cache.block_tokens]
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        request = Request(id=feed.request_id, prompt=tokens, params=params, salt=feed.prompt.salt)
-        self._worker.between_steps(lambda: self._feeds.add(feed))
+        request = Request(id=task.request_id, prompt=tokens, params=params, salt=task.prompt.salt)
+        self._worker.between_steps(lambda: self._tasks.add(task))
         try:
-            feed.sequences += self._worker.submit(request, lambda delta: self._ended(feed, delta))
+            task.sequences = self._worker.submit(request, lambda delta: self._ended(task, delta))
         except ArmillaryError as error:
             text = str(error)
-            self._worker.between_steps(lambda: self._finish(feed, text))
-        if feed.cancelled:  # meanwhile
-            self.cancel(feed)
+            self._worker.between_steps(lambda: self._finish(task, text))
+        if task.cancelled:  # meanwhile
+            self.cancel(task)
 
-    def cancel(self, feed: Feed) -> None:
-        self._worker.between_steps(lambda: self._finish(feed, "cancelled"))
-        self._worker.abort(feed.request_id)
+    def cancel(self, task: PrefillTask) -> None:
+        self._worker.between_steps(lambda: self._finish(task, "cancelled"))
+        self._worker.abort(task.request_id)
 
     # --- in the engine's thread
 
-    def _ended(self, feed: Feed, delta: OutputDelta) -> None:
+    def _ended(self, task: PrefillTask, delta: OutputDelta) -> None:
         """A delta of the prompt's request: it is refused or over; `after_step` sends its last blocks."""
-        if delta.finish == "error" and feed in self._feeds:
-            self._finish(feed, delta.error)
+        task.sequences = [delta.sequence]  # it may be over before `start` knows it
+        if delta.finish == "error" and task in self._tasks:
+            self._finish(task, delta.error)
 
     def wants(self, seq: Sequence) -> bool:
         """Nothing is fetched on this side."""
@@ -269,48 +270,48 @@ class PrefillSide:
 
     def after_step(self) -> None:
         """Queue the blocks that the last step filled."""
-        for feed in list(self._feeds):
-            if feed.sequences:
-                self._collect(feed, feed.sequences[0])
+        for task in list(self._tasks):
+            if task.sequences:
+                self._collect(task, task.sequences[0])
 
-    def _collect(self, feed: Feed, seq: Sequence) -> None:
+    def _collect(self, task: PrefillTask, seq: Sequence) -> None:
         size = self._cache.block_tokens
         if seq.state is State.RUNNING:
             self._cache.register_blocks(seq)
-            full = min(feed.stop, seq.computed // size)
+            full = min(task.stop, seq.computed // size)
         else:
-            full = feed.stop if seq.finish in ("stop", "length") else feed.sent
-        if full > feed.sent and not self._queue_blocks(feed, seq, full):
-            return self._finish(feed, "its blocks were evicted")
-        if feed.sent >= feed.stop or seq.finish is not None:
-            self._finish(feed, "" if feed.sent >= feed.stop else f"it ended with {seq.finish}")
+            full = task.stop if seq.finish in ("stop", "length") else task.sent
+        if full > task.sent and not self._queue_blocks(task, seq, full):
+            return self._finish(task, "its blocks were evicted")
+        if task.sent >= task.stop or seq.finish is not None:
+            self._finish(task, "" if task.sent >= task.stop else f"it ended with {seq.finish}")
 
-    def _queue_blocks(self, feed: Feed, seq: Sequence, full: int) -> bool:
+    def _queue_blocks(self, task: PrefillTask, seq: Sequence, full: int) -> bool:
         """Whether all wanted blocks up to `full` were there."""
         cache, wanted = self._cache, []
-        for index in range(feed.sent, full):
+        for index in range(task.sent, full):
             for g, group in enumerate(cache.groups):
                 full_attention = group.sees == "all"
-                needed = feed.prompt.first if full_attention else group.first_needed(feed.stop * cache.block_tokens)
+                needed = task.prompt.first if full_attention else group.first_needed(task.stop * cache.block_tokens)
                 if index < (needed if full_attention else needed // cache.block_tokens):
                     continue
                 block = cache.prefix_cache.of(seq.chain, g, index)
                 if not block:
                     return False
                 wanted.append((block, g, index))
-        feed.sent = full
+        task.sent = full
         for begin in range(0, len(wanted), self._at_once):
             part = wanted[begin : begin + self._at_once]
             payload = self._blocks.read([block for block, _, _ in part])
             head = wire.entries_head((g, index) for _, g, index in part)
-            frame = Frame(Kind.BLOCKS, feed.number, len(part), head)
-            feed.peer.put(feed, frame, payload, len(part) * self._blocks.block_bytes)
+            frame = Frame(FrameType.BLOCKS, task.number, len(part), head)
+            task.peer.put(task, frame, payload, len(part) * self._blocks.block_bytes)
         return True
 
-    def _finish(self, feed: Feed, error: str) -> None:
-        if feed in self._feeds:
-            self._feeds.discard(feed)
-            feed.peer.done(feed, error)
+    def _finish(self, task: PrefillTask, error: str) -> None:
+        if task in self._tasks:
+            self._tasks.discard(task)
+            task.peer.done(task, error)
 
     def gauges(self) -> dict[str, float]:
         return {

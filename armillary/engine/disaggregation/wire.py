@@ -29,7 +29,7 @@ _MOST_HEAD = 1 << 26
 _MOST_PAYLOAD = 1 << 30
 
 
-class Kind(IntEnum):
+class FrameType(IntEnum):
     HELLO = 1
     REFUSAL = 2
     REQUEST = 3
@@ -42,7 +42,7 @@ class Kind(IntEnum):
 class Frame(NamedTuple):
     """`head` is small; `payload` holds blocks."""
 
-    kind: Kind
+    kind: FrameType
     number: int = 0
     entries: int = 0
     head: bytes | memoryview = b""
@@ -87,13 +87,13 @@ def receive(sock: socket.socket, buffer: Callable[[int], memoryview] | None = No
     kind, entries, number, head_bytes, payload_bytes = HEADER.unpack(
         _received(sock, memoryview(bytearray(HEADER.size)))
     )
-    most = 0 if buffer is None or kind != Kind.BLOCKS else _MOST_PAYLOAD
-    if kind not in Kind._value2member_map_ or head_bytes > _MOST_HEAD or payload_bytes > most:
+    most = 0 if buffer is None or kind != FrameType.BLOCKS else _MOST_PAYLOAD
+    if kind not in FrameType._value2member_map_ or head_bytes > _MOST_HEAD or payload_bytes > most:
         raise PeerGone("it sent something that is not a frame; is it a prefill or decode server of this version?")
     head = _received(sock, memoryview(bytearray(head_bytes)))
-    if buffer is None or kind != Kind.BLOCKS:
-        return Frame(Kind(kind), number, entries, head)
-    return Frame(Kind(kind), number, entries, head, _received(sock, buffer(payload_bytes)))
+    if buffer is None or kind != FrameType.BLOCKS:
+        return Frame(FrameType(kind), number, entries, head)
+    return Frame(FrameType(kind), number, entries, head, _received(sock, buffer(payload_bytes)))
 
 
 def _received(sock: socket.socket, view: memoryview) -> memoryview:
@@ -120,7 +120,7 @@ def close(sock: socket.socket) -> None:
 
 
 def hello(fingerprint: bytes) -> Frame:
-    return Frame(Kind.HELLO, VERSION, head=fingerprint)
+    return Frame(FrameType.HELLO, VERSION, head=fingerprint)
 
 
 class Prompt(NamedTuple):
@@ -133,7 +133,7 @@ class Prompt(NamedTuple):
     def frame(self, number: int) -> Frame:
         salt = self.salt.encode()
         head = struct.pack("<II", self.first, len(salt)) + salt + array("i", self.tokens).tobytes()
-        return Frame(Kind.REQUEST, number, head=head)
+        return Frame(FrameType.REQUEST, number, head=head)
 
     @staticmethod
     def read(frame: Frame) -> Prompt:

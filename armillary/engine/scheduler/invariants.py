@@ -73,9 +73,9 @@ def check_request_table(request_table: RequestTable) -> None:
         len(waiting) == len(request_table.waiting), f"{len(waiting)} wait and {len(request_table.waiting)} are counted"
     )
     _must(all(seq.state is State.WAITING and not seq.num_blocks for seq in waiting), "one that waits holds blocks")
-    aside = request_table.awaiting_blocks
-    sleeping = [fork for seq in (*running, *waiting, *aside) for fork in seq.forks if fork.finish is None]
-    everyone = Counter(map(id, joined(running, waiting, aside, sleeping)))
+    awaiting = request_table.awaiting_blocks
+    sleeping = [fork for seq in (*running, *waiting, *awaiting) for fork in seq.forks if fork.finish is None]
+    everyone = Counter(map(id, joined(running, waiting, awaiting, sleeping)))
     _must(all(count == 1 for count in everyone.values()), "a sequence is in two places")
     alive = [seq for sequences in request_table.requests.values() for seq in sequences if seq.finish is None]
     _must(set(map(id, alive)) == set(everyone), "a sequence is lost")

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from armillary.engine.disaggregation.roles import connect, refuse_role
 from armillary.engine.engine import Engine
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.output.output_text import NoText, OutputProcessor
@@ -82,6 +81,7 @@ def main(run: Run) -> None:
 
 def run(config: EngineConfig, inbox: Iterator[Any], send_queue: SendQueue) -> None:
     """Load the model, report it, and serve until the server has closed the socket."""
+    from armillary.engine.disaggregation.roles import connect, refuse_role
     from armillary.engine.llm import LLM
     from armillary.parallel.world import join_world
 

@@ -16,7 +16,7 @@ import torch
 from armillary.engine.disaggregation import wire
 from armillary.engine.disaggregation.prefill_side import PrefillSide
 from armillary.engine.disaggregation.roles import connect
-from armillary.engine.disaggregation.wire import Frame, Kind, PeerGone, Prompt
+from armillary.engine.disaggregation.wire import Frame, FrameType, PeerGone, Prompt
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.llm import LLM
 from armillary.engine.output.output_text import OutputDelta
@@ -228,12 +228,12 @@ def send_garbage(sock: socket.socket, number: int) -> None:
 
 
 def send_blocks_of_another_size(sock: socket.socket, number: int) -> None:
-    wire.send(sock, Frame(Kind.BLOCKS, number, 1, wire.entries_head([(0, 0)]), memoryview(b"12345")))
+    wire.send(sock, Frame(FrameType.BLOCKS, number, 1, wire.entries_head([(0, 0)]), memoryview(b"12345")))
 
 
 def give_up(sock: socket.socket, number: int) -> None:
-    wire.send(sock, Frame(Kind.DONE, number, head=b"its blocks were evicted"))
-    while wire.receive(sock).kind is Kind.REQUEST:
+    wire.send(sock, Frame(FrameType.DONE, number, head=b"its blocks were evicted"))
+    while wire.receive(sock).kind is FrameType.REQUEST:
         pass
 
 
@@ -278,7 +278,7 @@ def test_an_aborted_request_that_waits_for_blocks(folders: Folders) -> None:
             sock, number = connection[0]
             with sock:
                 cancel = wire.receive(sock)
-            assert (cancel.kind, cancel.number) == (Kind.CANCEL, number)
+            assert (cancel.kind, cancel.number) == (FrameType.CANCEL, number)
             decode.checked()
 
 
