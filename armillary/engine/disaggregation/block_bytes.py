@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -15,12 +14,29 @@ from armillary.engine.runner.device_state import DeviceRows
 from armillary.engine.scheduler.decision import as_one
 from armillary.spec.model import ModelConfig
 
-Payload = Callable[[], memoryview]
-"""waits until the copy from the device is complete"""
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 _WEIGHT_FILES = (".safetensors", ".gguf", ".bin")
 
 # C blocks, L layers of a group
+
+
+class Payload:
+    """Blocks copied to host memory, or on their way there."""
+
+    def __init__(
+        self, memory: torch.Tensor, size: int, free: list[torch.Tensor], copied: torch.cuda.Event | None
+    ) -> None:
+        self._memory, self._size, self._free, self._copied = memory, size, free, copied
+
+    def data(self) -> memoryview:
+        """Waits until they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return memoryview(self._memory.numpy())[: self._size]
+
+    def release(self) -> None:
+        """They were sent: others may use the memory. To get new memory takes as long as to fill it."""
+        self._free.append(self._memory)
 
 
 class BlockBytes:
@@ -28,6 +44,7 @@ class BlockBytes:
 
     def __init__(self, rows: DeviceRows, cache: KVCache) -> None:
         self._rows, self._cache = rows, cache
+        self._free: list[torch.Tensor] = []  # host memory of payloads that were sent; any thread adds to it
 
     @property
     def block_bytes(self) -> int:
@@ -37,22 +54,24 @@ class BlockBytes:
     def read(self, blocks: list[int]) -> Payload:
         """Start to copy blocks; on a GPU the copy runs beside the next step. On a CPU one block is copied after the
         other: its heads are apart in memory, and an index over blocks copies them at a twentieth of the speed."""
-        own_LC = self._rows.blocks
+        own_LC, size = self._rows.blocks, len(blocks) * self.block_bytes
+        memory = self._host_memory(size)
+        host_CL = memory[:size].view(own_LC.dtype).view(len(blocks), own_LC.shape[0], *own_LC.shape[2:])
         if not own_LC.is_cuda:
-            own_CL = torch.empty((len(blocks), own_LC.shape[0], *own_LC.shape[2:]), dtype=own_LC.dtype)
-            for copied_L, block in zip(own_CL, blocks, strict=True):
+            for copied_L, block in zip(host_CL, blocks, strict=True):
                 copied_L.copy_(own_LC[:, block])
-            return lambda: memoryview(own_CL.flatten().view(torch.uint8).numpy())
-        bytes_C = own_LC[:, self._index(blocks)].transpose(0, 1).contiguous().flatten().view(torch.uint8)
-        pinned, done = torch.empty(bytes_C.shape, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
-        pinned.copy_(bytes_C, non_blocking=True)
-        done.record()
+            return Payload(memory, size, self._free, None)
+        host_CL.copy_(own_LC[:, self._index(blocks)].transpose(0, 1).contiguous(), non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return Payload(memory, size, self._free, copied)
 
-        def wait() -> memoryview:
-            done.synchronize()
-            return memoryview(pinned.numpy())
-
-        return wait
+    def _host_memory(self, size: int) -> torch.Tensor:
+        while self._free:
+            memory = self._free.pop()
+            if len(memory) >= size:
+                return memory
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._rows.blocks.is_cuda)
 
     def write(self, blocks: list[int], data: memoryview, chosen: list[int]) -> None:
         """Write the blocks at places `chosen` of `data`. Copies that are decided and not done yet come first: they may

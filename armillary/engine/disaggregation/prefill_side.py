@@ -148,10 +148,12 @@ class DecodePeer:
             self.close()
 
     def _send_one(self, frame: Frame, payload: Payload | None) -> None:
-        data = payload() if payload is not None else memoryview(b"")
+        data = payload.data() if payload is not None else memoryview(b"")
         begin = time.monotonic()
         wire.send(self._sock, frame._replace(payload=data))
         self._side.sent(len(data), time.monotonic() - begin)
+        if payload is not None:
+            payload.release()
         with self._lock:
             self._unsent_bytes -= len(data)
         self._start_some()
