@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,22 @@ def test_two_engines_give_the_tokens_of_one(name: str, folders: Folders, expecte
             assert decode.gauge("kv_received_bytes_total") == received
         prefill.checked()
         decode.checked()
+
+
+def test_blocks_are_sent_after_every_chunk(folders: Folders) -> None:
+    with side(folders["dense"], "prefill", free_address()) as prefill:
+        assert isinstance(prefill.part, PrefillSide)
+        with socket.create_connection(prefill.part.address, timeout=10) as sock:
+            wire.send(sock, wire.hello(prefill.part.fingerprint))
+            assert wire.receive(sock).kind is FrameType.HELLO
+            wire.send(sock, Prompt(2, "", PROMPTS[0]).frame(7))
+            frames = []
+            while (frame := wire.receive(sock, lambda size: memoryview(bytearray(size)))).kind is not FrameType.DONE:
+                frames.append(frame)
+        assert not frame.head and {sent.number for sent in frames} == {7}
+        chunks = [[index for _, index in wire.read_entries(sent)] for sent in frames if sent.entries]
+        assert len(chunks) >= 4 and list(chain.from_iterable(chunks)) == list(range(2, 22))  # 88 tokens, 24 per step
+        prefill.checked()
 
 
 def test_a_small_cache_on_the_decode_side_with_blocks_in_host_memory(folders: Folders, expected: Expected) -> None:
