@@ -38,8 +38,8 @@ class Fetch:
     """blocks that are here already"""
     stop: int
     """blocks that are wanted"""
-    reserved: int = 0
-    """blocks of all groups that it needs, once it is asked for"""
+    reserved: int
+    """blocks of all groups that it needs"""
     number: int = 0
     """0: not asked for yet"""
     over: bool = False
@@ -168,7 +168,7 @@ class DecodeSide:
 
     def ask(self, seq: Sequence) -> None:
         first, stop = self._missing(seq)
-        self._fetches.append(Fetch(seq, first, stop))
+        self._fetches.append(Fetch(seq, first, stop, (stop - first) * len(self._cache.groups)))
 
     def _missing(self, seq: Sequence) -> tuple[int, int]:
         """Index of the first block that neither the device nor the host has, and of the first that is not wanted: the
@@ -196,14 +196,13 @@ class DecodeSide:
         for fetch in self._fetches:
             if fetch.number or fetch.over:
                 continue
-            self._look_again(fetch)
-            if fetch.over:
-                continue
             alone = not reserved and not self._table.running
             if not alone and reserved + fetch.reserved > self._cache.available:
                 return  # until a sequence ends: prompts that nothing has space for would evict each other
-            reserved += fetch.reserved
-            self._send(fetch)
+            self._look_again(fetch)
+            if not fetch.over:
+                reserved += fetch.reserved
+                self._send(fetch)
 
     def _look_again(self, fetch: Fetch) -> None:
         """What another prompt brought meanwhile is not asked for."""
