@@ -31,7 +31,7 @@ class Sizes:
 
 SIZES = {
     "quick": Sizes(batches=(4, 8), steps=2),
-    "cpu": Sizes(batches=(4, 16, 64, 256), steps=4),
+    "cpu": Sizes(batches=(4, 16, 64), steps=4),
     "cuda": Sizes(batches=(16, 64, 256, 1024, 4096), steps=20),
 }
 
