@@ -38,6 +38,8 @@ LEFT_OUT = {
     r"^launch RECIPE( --nodes 1)?$": "needs hosts: tests/services/test_two_hosts.py",
     r"layout\.(cp|pp|ep|tp)=2": "needs ranks: tests/parallel, tests/training/test_many_ranks.py",
     r"adapters=FOLDER": "needs adapters: tests/serving/openai/test_adapter_api.py",
+    r"serve\.role=": "needs two hosts: tests/serving/processes/test_two_roles.py",
+    r"--replay decisions": "needs what an autoscaler logged: tests/cli/simulate/test_simulate.py",
     r"^rollout ": "needs a service that is under load: tests/cli/test_up.py",
     r"^demo|layout\.tp=3$|lama-3-8b$": "shown by tests/cli/demo and by tests/test_readme.py, which expects the error",
 }
