@@ -4,7 +4,7 @@ Percentiles are interpolated in the histograms' buckets, so they are as exact as
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from urllib.error import URLError
@@ -17,7 +17,6 @@ from armillary.diagnosis.readings.prometheus import Page, number_of, parse_page
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.server_metrics import SERVERS, Server
 from armillary.errors import BadData, NotFound
-from armillary.spec.gauges import GAUGES, SLO_LIMITS
 from armillary.store.home import Home
 
 APART_S = 5.0
@@ -89,20 +88,11 @@ def reading_of_page(text: str, *, source: str, earlier: str | None = None, secon
     )
     if not values.get("requests_total") and not values.get("running"):
         notes += ("no request has been answered yet: there is nothing to judge",)
-    notes += tuple(_safety_alerts(values))
     if means:
         notes += ("nobody is there now: batch, queue and cache are means over the steps that were taken",)
     return Reading(
         source=source, kind="serving", by=server.name, settings=settings, values=values | more | means, notes=notes
     )
-
-
-def _safety_alerts(values: Mapping[str, float]) -> Iterator[str]:
-    """Safety SLOs of a gateway's guards that are not met."""
-    for name, limit_name in SLO_LIMITS.items():
-        value, limit = values.get(name), values.get(limit_name)
-        if value is not None and limit is not None and value > limit:
-            yield f"safety SLO: {GAUGES[name].meaning} is {value:.3g}, above its limit of {limit:.3g}"
 
 
 def page_url(target: str) -> str:
