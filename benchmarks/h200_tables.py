@@ -15,7 +15,6 @@ missing: a machine that is lent for ten minutes loses nothing.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import shutil
 import subprocess
@@ -168,27 +167,29 @@ def serving_tables(name: str, shape: tuple[int, int], rows: int, rate: float) ->
 
 
 def measure(which: str, drawn: Mapping[str, Any], known: dict[str, Any], target: Path, *, seconds: float) -> None:
-    """Every configuration of a table that is not known yet; one that fails says so and the others go on."""
-    import torch
-
-    one: Callable[[Mapping[str, Any], Home], dict[str, float]] = {"train": trained, "serve": served}[which]
-    found: list[dict[str, Any]] = known.setdefault(which, [{} for _ in drawn[which]])
+    """Every configuration of a table that is not known yet, each in a process of its own, which leaves no memory."""
     begin = time.monotonic()
     for index, row in enumerate(drawn[which]):
-        if found[index] or time.monotonic() - begin > seconds:
+        if known.get(which, [{}] * len(drawn[which]))[index] or time.monotonic() - begin > seconds:
             continue
-        gc.collect()
-        torch.cuda.empty_cache()
-        home, at = Home.at(tempfile.mkdtemp(prefix="armillary-h200-")), time.monotonic()
-        try:
-            found[index] = one(row, home)
-        except Exception as error:  # the other configurations are still worth their minutes
-            found[index] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
-        target.write_text(json.dumps(known, indent=1) + "\n")
+        at, command = time.monotonic(), [sys.executable, "-m", "benchmarks.h200_tables", which, "--only", str(index)]
+        subprocess.run([*command, "--to", str(target)], check=True)
+        known = json.loads(target.read_text())
         name, took = row["tables"]["model"]["name"], time.monotonic() - at
-        print(row["kind"], name, row["predicted"], found[index], f"{took:.0f} s", flush=True)
-    left = sum(not each for each in found)
-    print(f"{left} of {len(found)} are left for another call" if left else f"all {len(found)} are measured")
+        print(row["kind"], name, row["predicted"], known[which][index], f"{took:.0f} s", flush=True)
+    left = sum(not each for each in known.get(which, [{}] * len(drawn[which])))
+    print(f"{left} of {len(drawn[which])} are left for another call" if left else f"all {len(drawn[which])} are measured")
+
+
+def measure_one(which: str, drawn: Mapping[str, Any], known: dict[str, Any], target: Path, index: int) -> None:
+    """One configuration, here; one that fails says so."""
+    one: Callable[[Mapping[str, Any], Home], dict[str, float]] = {"train": trained, "serve": served}[which]
+    found: list[dict[str, Any]] = known.setdefault(which, [{} for _ in drawn[which]])
+    try:
+        found[index] = one(drawn[which][index], Home.at(tempfile.mkdtemp(prefix="armillary-h200-")))
+    except Exception as error:  # the other configurations are still worth their minutes
+        found[index] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+    target.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def trained(row: Mapping[str, Any], home: Home, device: str | None = None) -> dict[str, float]:
@@ -261,6 +262,7 @@ def main() -> int:
     parser.add_argument("what", choices=("draw", "train", "serve", "table"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--to", type=Path, default=MEASURED, help="where measurements are written")
+    parser.add_argument("--only", type=int, metavar="N", help="measure configuration N in this process")
     parser.add_argument("--seconds", type=float, default=420, help="no configuration begins after so many")
     asked = parser.parse_args()
     if asked.what == "draw":
@@ -271,7 +273,10 @@ def main() -> int:
     if asked.what == "table":
         return table(drawn, known)
     known["predictions"] = commit_of(DRAWN)
-    measure(asked.what, drawn, known, asked.to, seconds=asked.seconds)
+    if asked.only is not None:
+        measure_one(asked.what, drawn, known, asked.to, asked.only)
+    else:
+        measure(asked.what, drawn, known, asked.to, seconds=asked.seconds)
     return 0
 
 

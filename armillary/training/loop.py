@@ -32,6 +32,7 @@ from armillary.training.step.numerics import numerics, seed
 from armillary.training.stopping import StopRequest, Until
 from armillary.training.telemetry.run_clock import RunClock
 from armillary.training.trainer import Trainer
+from armillary.units import bytes_text
 
 
 def train(
@@ -182,9 +183,13 @@ def make_consensus(world: World) -> Consensus:
 
 
 def out_of_memory(plan: Plan, world: World) -> ArmillaryError:
-    """What to try when the device is out of memory."""
+    """What was planned, what was in use, and what to try when the device is out of memory."""
     layout = plan.layout
     most = 2 if layout.splits_backward else 3
     less = f"layout.micro_batch={layout.micro_batch // 2}" if layout.micro_batch > 1 else f"layout.zero={most}"
     change = "layout.recompute=full" if layout.recompute != "full" else less
-    return ArmillaryError(f"out of memory on rank {world.rank} ({world.device}); try --set {change}")
+    used = f"planned {bytes_text(plan.predicted['memory_peak_bytes'])}"
+    if world.device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated(world.device), torch.cuda.memory_reserved(world.device)
+        used += f", at most {bytes_text(allocated)} in tensors, {bytes_text(reserved)} taken from the device"
+    return ArmillaryError(f"out of memory on rank {world.rank} ({world.device}): {used}; try --set {change}")

@@ -64,6 +64,17 @@ def test_a_run_from_recipe_to_export(recipe: Make, home: Home) -> None:
     assert plan.model.num_layers == 2 and plan.train is not None and plan.train.steps == 40
 
 
+def test_out_of_memory_says_what_was_planned_and_what_to_try(
+    recipe: Make, home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(*_args: object, **_more: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 18.55 GiB.")
+
+    monkeypatch.setattr(Trainer, "step", step)
+    with pytest.raises(ArmillaryError, match=r"on rank 0 \(cpu\): planned \d.* B; try --set layout.recompute=full$"):
+        train_recipe(recipe(), home=home)
+
+
 def test_the_export_is_a_model_for_everything_else(recipe: Make, home: Home) -> None:
     done = train_recipe(recipe(), home=home)
     source = resolve_model(done.run.name, home, need_weights=True)

@@ -196,12 +196,13 @@ class Op:
     writes: tuple[int, ...] = ()  # arguments changed in place: the op returns them, and compared runs get copies
     tolerance: Mapping[str, float] = field(default_factory=dict)  # dtype -> relative error, if not agreement.py's
     cases: Mapping[str, Case] = field(default_factory=dict)  # named shapes of real models, for the bench
+    reference_refuses: Callable[[Any], str | None] = takes_all  # why the reference is not timed where another is at hand
     small: Callable[[Any], Any] = lambda case: case  # with fewer rows where the wide reference would not fit memory
 
     @property
     def all_versions(self) -> tuple[Version, ...]:
         """The fast ones, then the reference."""
-        return (*self.versions, Version(name="eager", run=self.reference))
+        return (*self.versions, Version(name="eager", run=self.reference, refuses=self.reference_refuses))
 
     def version(self, name: str) -> Version | None:
         return next((version for version in self.all_versions if version.name == name), None)

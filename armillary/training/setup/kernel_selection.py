@@ -3,6 +3,7 @@
 On a CPU, and for what no kernel covers, layers keep their plain form. Nothing is chosen or timed inside a step.
 """
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -129,6 +130,7 @@ def _fp8(device: torch.device) -> Callable[..., Tensor]:
 def _free_memory(device: torch.device) -> None:
     """The memory of timed candidates is no part of the run, nor of its peak."""
     if device.type == "cuda":
+        gc.collect()  # a candidate that failed may be held by its error
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 

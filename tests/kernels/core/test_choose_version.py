@@ -96,6 +96,14 @@ def test_a_wrong_gradient_is_found_out() -> None:
     assert choice.version == "eager" and "gradient of argument 0" in bad.refused
 
 
+def test_a_reference_that_is_too_large_is_timed_only_where_nothing_else_agrees() -> None:
+    large = replace(an_op(QUICK), reference_refuses=lambda case: "it would hold 9 GB")
+    quick, eager = choose(large, CASE).candidates
+    assert quick.agreed and eager.refused == "it would hold 9 GB" and eager.seconds is None
+    alone = choose(replace(large, versions=(Version(name="wrong", run=wrong),)), CASE)
+    assert alone.version == "eager" and alone.candidates[-1].seconds
+
+
 def test_explained() -> None:
     lines = explain(choose(an_op(Version(name="wrong", run=wrong), QUICK), CASE))
     assert lines[0] == "squares 64 fp32: quick" and "µs" in lines[1] and lines[-1].startswith("  wrong: output 0")
