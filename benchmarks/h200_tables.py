@@ -177,8 +177,8 @@ def measure(which: str, drawn: Mapping[str, Any], known: dict[str, Any], target:
         known = json.loads(target.read_text())
         name, took = row["tables"]["model"]["name"], time.monotonic() - at
         print(row["kind"], name, row["predicted"], known[which][index], f"{took:.0f} s", flush=True)
-    left = sum(not each for each in known.get(which, [{}] * len(drawn[which])))
-    print(f"{left} of {len(drawn[which])} are left for another call" if left else f"all {len(drawn[which])} are measured")
+    left, count = sum(not each for each in known.get(which, [{}] * len(drawn[which]))), len(drawn[which])
+    print(f"{left} of {count} are left for another call" if left else f"all {count} are measured")
 
 
 def measure_one(which: str, drawn: Mapping[str, Any], known: dict[str, Any], target: Path, index: int) -> None:

@@ -188,8 +188,10 @@ def out_of_memory(plan: Plan, world: World) -> ArmillaryError:
     most = 2 if layout.splits_backward else 3
     less = f"layout.micro_batch={layout.micro_batch // 2}" if layout.micro_batch > 1 else f"layout.zero={most}"
     change = "layout.recompute=full" if layout.recompute != "full" else less
-    used = f"planned {bytes_text(plan.predicted['memory_peak_bytes'])}"
+    planned = plan.predicted.get("memory_peak_bytes")
+    used = [f"planned {bytes_text(planned)}"] if planned else []
     if world.device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(world.device), torch.cuda.memory_reserved(world.device)
-        used += f", at most {bytes_text(allocated)} in tensors, {bytes_text(reserved)} taken from the device"
-    return ArmillaryError(f"out of memory on rank {world.rank} ({world.device}): {used}; try --set {change}")
+        used += [f"at most {bytes_text(torch.cuda.max_memory_allocated(world.device))} in tensors"]
+        used += [f"{bytes_text(torch.cuda.memory_reserved(world.device))} taken from the device"]
+    where = f"rank {world.rank} ({world.device})" + "".join(f", {each}" for each in used)
+    return ArmillaryError(f"out of memory on {where}; try --set {change}")

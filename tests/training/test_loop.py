@@ -23,7 +23,7 @@ from armillary.store.gauges import columns
 from armillary.store.home import Home
 from armillary.store.resolve_model import resolve_model
 from armillary.store.runs import find_run
-from armillary.training.loop import train
+from armillary.training.loop import out_of_memory, train
 from armillary.training.prepare_run import ResolvedRun, model_source, resolve_run, train_recipe
 from armillary.training.telemetry.step_telemetry import StepReport
 from armillary.training.trainer import Trainer
@@ -71,7 +71,10 @@ def test_out_of_memory_says_what_was_planned_and_what_to_try(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 18.55 GiB.")
 
     monkeypatch.setattr(Trainer, "step", step)
-    with pytest.raises(ArmillaryError, match=r"on rank 0 \(cpu\): planned \d.* B; try --set layout.recompute=full$"):
+    with pytest.raises(ArmillaryError, match=r"on rank 0 \(cpu\), planned 3 GB; try --set layout.recompute=full$"):
+        plan = begin(recipe(), home).plan
+        raise out_of_memory(replace(plan, predicted={"memory_peak_bytes": 3e9}), alone())
+    with pytest.raises(ArmillaryError, match=r"on rank 0 \(cpu\); try --set layout.recompute=full$"):
         train_recipe(recipe(), home=home)
 
 

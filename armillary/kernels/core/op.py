@@ -196,7 +196,7 @@ class Op:
     writes: tuple[int, ...] = ()  # arguments changed in place: the op returns them, and compared runs get copies
     tolerance: Mapping[str, float] = field(default_factory=dict)  # dtype -> relative error, if not agreement.py's
     cases: Mapping[str, Case] = field(default_factory=dict)  # named shapes of real models, for the bench
-    reference_refuses: Callable[[Any], str | None] = takes_all  # why the reference is not timed where another is at hand
+    reference_refuses: Callable[[Any], str | None] = takes_all  # why it is not timed where another agrees
     small: Callable[[Any], Any] = lambda case: case  # with fewer rows where the wide reference would not fit memory
 
     @property
