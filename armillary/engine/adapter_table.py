@@ -11,6 +11,7 @@ from armillary.engine.scheduler.request_table import RequestTable
 from armillary.errors import BadInput
 from armillary.model.weights.adapter_folder import Adapter, read_adapter
 from armillary.spec.model import ModelConfig
+from armillary.spec.tables.serve import Serve
 
 Install = Callable[[int, Adapter], None]  # (slot, adapter): write it, on every rank
 
@@ -19,9 +20,9 @@ class AdapterTable:
     """Names of adapters and their slots."""
 
     def __init__(
-        self, config: ModelConfig, request_table: RequestTable, install: Install, *, slots: int, rank: int
+        self, config: ModelConfig, request_table: RequestTable, install: Install, *, slots: int, serve: Serve
     ) -> None:
-        self._config, self._rank = config, rank
+        self._config, self._serve = config, serve
         self._requests = request_table
         self._install = install
         self._slots: dict[str, int] = {}  # of adapters that are loaded, or unloaded and still used by requests
@@ -33,7 +34,7 @@ class AdapterTable:
         """Read and check a folder; any thread may do it."""
         if not self._num_slots:
             raise BadInput("this engine takes no adapters; start it with --set serve.max_adapters=8")
-        return read_adapter(folder, self._config, max_rank=self._rank)
+        return read_adapter(folder, self._config, max_rank=self._serve.adapter_rank, on=self._serve.adapter_on)
 
     def add(self, name: str, adapter: Adapter) -> None:
         """Load an adapter that was read; BadInput where there is no free slot."""

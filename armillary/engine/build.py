@@ -133,11 +133,13 @@ def make_engine(
     roofline = step_roofline(model.config, peaks, _dtype_name(model))
     expert_layers = tuple(int(name) for name in model.blocks if model.config.layers[int(name)].mlp == "moe")
     engine = Engine(loop, texts, record=record, roofline=roofline, expert_layers=expert_layers)
-    engine.adapters = _adapter_table(executor, leader, scheduler)
+    engine.adapters = _adapter_table(executor, leader, scheduler, serve)
     return engine, plan
 
 
-def _adapter_table(executor: FastExecutor, leader: FastExecutor | Leader, scheduler: Scheduler) -> AdapterTable:
+def _adapter_table(
+    executor: FastExecutor, leader: FastExecutor | Leader, scheduler: Scheduler, serve: Serve
+) -> AdapterTable:
     """The LoRA adapters that requests may name, none at first."""
     slots = executor.forward.adapters
 
@@ -153,7 +155,7 @@ def _adapter_table(executor: FastExecutor, leader: FastExecutor | Leader, schedu
         scheduler.request_table,
         install,
         slots=0 if slots is None else slots.num_slots,
-        rank=0 if slots is None else slots.rank,
+        serve=serve,
     )
     executor.encoder.slot_of = table.slot_of
     return table
@@ -226,6 +228,7 @@ def _adapter_slots(model: Transformer, serve: Serve, ranks: RankLayout | None) -
         model.config,
         slots=serve.max_adapters,
         rank=serve.adapter_rank,
+        on=serve.adapter_on,
         dtype=weight.dtype,
         device=weight.device,
         group=ranks.tp if ranks is not None and ranks.tp.size > 1 else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from armillary.engine.llm import LLM
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.errors import BadInput
+from armillary.errors import BadInput, BadRecipe
 from armillary.model.lora import adapters
 from armillary.parallel.world import join_world
 from armillary.spec.tables.serve import Serve
@@ -138,6 +139,22 @@ def test_what_is_not_served_is_refused(tmp_path: Path, change: dict[str, Any], w
     llm = LLM(tmp_path / "base", TABLE, device="cpu", dtype="fp32")
     with pytest.raises(BadInput, match=why):
         llm.load_adapter("a", folder)
+
+
+def test_memory_is_kept_only_for_the_projections_of_adapter_on(tmp_path: Path) -> None:
+    first, second = make_adapters(tmp_path, "llama", on=("qkv", "out"))
+    (other,) = make_adapters(tmp_path / "other", "llama", count=1, on=("down",))
+    table = replace(TABLE, adapter_on=("out", "qkv"))
+    llm = LLM(tmp_path / "base", table, device="cpu", dtype="fp32")
+    llm.load_adapter("a", first)
+    llm.load_adapter("b", second)
+    assert mixed(llm)["b"] == merged_answers(tmp_path, "merged1")
+    with pytest.raises(BadInput, match=r"has adapters on down, .* set serve.adapter_on=out,qkv,down"):
+        llm.load_adapter("c", other)
+    slots = llm.engine.loop.executor.forward.adapters
+    assert slots is not None and {module for _, module in slots.modules} == {"attention.qkv", "attention.out"}
+    with pytest.raises(BadRecipe, match=r"serve.adapter_on=.* must be some of qkv, out, gate_up, down"):
+        replace(TABLE, adapter_on=("kv",))
 
 
 def test_adapters_of_another_model_or_too_large_are_refused(tmp_path: Path) -> None:

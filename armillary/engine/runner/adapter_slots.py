@@ -47,21 +47,22 @@ class AdapterSlots:
         *,
         slots: int,
         rank: int,
+        on: tuple[str, ...],
         dtype: torch.dtype,
         device: torch.device,
         group: Group | None = None,
     ) -> None:
-        self.num_slots, self.rank = slots, rank
+        self.num_slots, self.rank, self.on = slots, rank, on
         self.device = device
         self.rows: LoraRows | None = None
         """of the step, or of those of its tokens that the last layer computes; none: no row has an adapter"""
-        self._modules: dict[tuple[int, str], _Slots] = {}
-        for shape in adapter_shapes(config):
+        self.modules: dict[tuple[int, str], _Slots] = {}
+        for shape in adapter_shapes(config, on):
             _, number, module = shape.name.split(".", 2)
             rows, columns = _shard(module, shape.outputs, shape.inputs, config, group)
             part_N = shape.part_N if rows is None else shape.part_N[rows]
             width = len(shape.heights) * rank
-            self._modules[int(number), module] = _Slots(
+            self.modules[int(number), module] = _Slots(
                 a_SRK=_zeros((slots, width, columns.stop - columns.start), dtype, device),
                 b_SNr=_zeros((slots, len(part_N), rank), dtype, device),
                 part_N=part_N.to(device),
@@ -72,7 +73,7 @@ class AdapterSlots:
     def put(self, slot: int, adapter: Adapter | None) -> None:
         """Write an adapter into a slot; none: an adapter that changes nothing."""
         with torch.inference_mode():
-            for (number, module), slots in self._modules.items():
+            for (number, module), slots in self.modules.items():
                 name = f"blocks.{number}.{module}"
                 slots.put(slot, None if adapter is None else adapter.modules.get(name))
 
@@ -87,7 +88,7 @@ class AdapterSlots:
 
     def weights(self, layer: int, module: str) -> tuple[Tensor, Tensor, Tensor] | None:
         """(A, B, part of each column) of a projection; None where the step, or the projection, has no adapters."""
-        slots = self._modules.get((layer, module))
+        slots = self.modules.get((layer, module))
         return None if self.rows is None or slots is None else (slots.a_SRK, slots.b_SNr, slots.part_N)
 
 

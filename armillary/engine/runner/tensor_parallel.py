@@ -298,7 +298,9 @@ def follow(executor: FastExecutor) -> int:
             slot, folder = message.adapter
             adapters = executor.forward.adapters
             assert adapters is not None
-            adapters.put(slot, read_adapter(folder, executor.forward.model.config, max_rank=adapters.rank))
+            adapters.put(
+                slot, read_adapter(folder, executor.forward.model.config, max_rank=adapters.rank, on=adapters.on)
+            )
         elif message.step is None:
             channel.close()
             return count

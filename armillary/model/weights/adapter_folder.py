@@ -6,7 +6,7 @@ its rows in the fused order; a part without an adapter has zeros. The scale is m
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -24,8 +24,8 @@ from armillary.store.adapter_folders import ADAPTER_CONFIG as CONFIG
 # r rank, P parts of a projection, R = P·r, K inputs, N outputs
 
 WEIGHTS = "adapter_model.safetensors"
-ADAPTED = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
-"""modules of a block that may have adapters"""
+ADAPTED = {"qkv": "attention.qkv", "out": "attention.out", "gate_up": "mlp.up", "down": "mlp.down"}
+"""modules of a block that may have adapters, by their names in a recipe"""
 _PREFIX = "base_model.model."
 
 
@@ -65,14 +65,14 @@ class AdapterShape:
         return AdapterMatrices(a_RK=a_PrK.flatten(0, 1), b_Nr=self.rule.join(b_s))
 
 
-def adapter_shapes(config: ModelConfig) -> list[AdapterShape]:
+def adapter_shapes(config: ModelConfig, on: Iterable[str] = tuple(ADAPTED)) -> list[AdapterShape]:
     """The projections of a model that may have adapters: those of attention, but for projections to and from latents,
-    and of MLPs that are no experts."""
-    shapes = _weight_shapes(config)
+    and of MLPs that are no experts; only those whose names in a recipe are in `on`."""
+    shapes, wanted = _weight_shapes(config), [ADAPTED[name] for name in on]
     read = []
     for rule in rules(config):
         module, _, last = rule.name.rpartition(".")
-        if last == "weight" and module.partition("blocks.")[2].partition(".")[2] in ADAPTED and rule.name in shapes:
+        if last == "weight" and module.partition("blocks.")[2].partition(".")[2] in wanted and rule.name in shapes:
             weight = torch.empty(shapes[rule.name], device="meta")
             heights = tuple(len(part) for part in rule.split(weight))
             outputs, inputs = weight.shape
@@ -96,7 +96,9 @@ class Adapter:
     modules: dict[str, AdapterMatrices]
 
 
-def read_adapter(folder: Path | str, config: ModelConfig, *, max_rank: int) -> Adapter:
+def read_adapter(
+    folder: Path | str, config: ModelConfig, *, max_rank: int, on: tuple[str, ...] = tuple(ADAPTED)
+) -> Adapter:
     """BadInput where the folder has something that is not applied here, or belongs to another model."""
     folder = Path(folder)
     settings = _settings(folder)
@@ -111,6 +113,10 @@ def read_adapter(folder: Path | str, config: ModelConfig, *, max_rank: int) -> A
             for name, height in zip(_hf_modules(shape.rule), shape.heights, strict=True)
         ]
         if any(part is not None for part in parts):
+            if not shape.name.endswith(tuple(ADAPTED[name] for name in on)):
+                missing = next(name for name, module in ADAPTED.items() if shape.name.endswith(module))
+                both = ",".join((*on, missing))
+                raise BadInput(f"{folder} has adapters on {missing}, and this engine none; set serve.adapter_on={both}")
             modules[shape.name] = shape.join(max_rank, parts)
     if tensors:
         raise BadInput(

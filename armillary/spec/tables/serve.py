@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from armillary.errors import BadRecipe
+from armillary.spec.lora import GROUPS
 from armillary.spec.tables.checks import above_zero, at_least, refuse
 
 MEMORY_FRACTION = {"gpu": 0.9, "cpu": 0.7}
@@ -61,7 +62,9 @@ class Serve:
     max_adapters: int = 0
     """most LoRA adapters in memory at once; 0: none, or 8 where serve.adapters is given"""
     adapter_rank: int = 16
-    """largest rank of a LoRA adapter: memory is kept for max_adapters of this rank on all projections"""
+    """largest rank of a LoRA adapter: memory is kept for max_adapters of this rank on the projections of adapter_on"""
+    adapter_on: tuple[str, ...] = tuple(GROUPS)
+    """projections that LoRA adapters may be on: qkv, out, gate_up, down; those left out cost neither memory nor time"""
     role: Literal["combined", "prefill", "decode"] = "combined"
     """server: part in disaggregated serving; prefill: compute prompts for decode servers, which connect to
     serve.prefill; decode: let the server there compute long prompts, and receive their KV blocks"""
@@ -177,6 +180,8 @@ class Serve:
             raise BadRecipe("serve.kv_host_bytes keeps blocks of the prefix cache; leave serve.prefix_cache=true")
         at_least(self, "serve", 1, "adapter_rank", "prefill_min_tokens", "prefill_ahead_bytes")
         self._check_role()
+        if not self.adapter_on or not set(self.adapter_on) <= set(GROUPS):
+            raise refuse(self, "serve", "adapter_on", f"some of {', '.join(GROUPS)}", "qkv,out")
         if self.adapters and not self.max_adapters:
             object.__setattr__(self, "max_adapters", 8)
         if self.speculate == "draft" and not self.draft:
