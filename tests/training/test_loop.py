@@ -71,7 +71,7 @@ def test_out_of_memory_says_what_was_planned_and_what_to_try(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 18.55 GiB.")
 
     monkeypatch.setattr(Trainer, "step", step)
-    with pytest.raises(ArmillaryError, match=r"on rank 0 \(cpu\), planned 3 GB; try --set layout.recompute=full$"):
+    with pytest.raises(ArmillaryError, match=r"on rank 0 \(cpu\), planned 3.00 GB; try --set layout.recompute=full$"):
         plan = begin(recipe(), home).plan
         raise out_of_memory(replace(plan, predicted={"memory_peak_bytes": 3e9}), alone())
     with pytest.raises(ArmillaryError, match=r"on rank 0 \(cpu\); try --set layout.recompute=full$"):
