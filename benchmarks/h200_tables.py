@@ -26,6 +26,7 @@ from pathlib import Path
 from random import Random
 from statistics import mean, median
 from typing import Any
+from unittest import mock
 
 from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.serving.capacity import Capacity
@@ -193,20 +194,39 @@ def measure_one(which: str, drawn: Mapping[str, Any], known: dict[str, Any], tar
 
 
 def trained(row: Mapping[str, Any], home: Home, device: str | None = None) -> dict[str, float]:
+    from armillary.model.transformer import Transformer
     from armillary.store.gauges import columns
+    from armillary.training.run_lifecycle import RunLifecycle
     from tests.planted.train_small import one_text, train_recipe
 
     tables = dict(row["tables"]) | {"data": {"source": str(one_text(home)), "held_out": 0.0}}
     tables["hardware"] = {"on": "here"}
-    run = train_recipe(recipe_from_dict(tables), home, device=device)
+    quick = mock.patch.object(Transformer, "initialize", drawn_on_device)
+    with quick, mock.patch.object(RunLifecycle, "end", without_files):
+        run = train_recipe(recipe_from_dict(tables), home, device=device)
     steps, peaks = columns(run.gauges, ["step_s", "memory_peak_bytes"]).values()
     return {"step_s": median(steps[WARM_UP:]), "allocated_bytes": max(peaks, default=0.0)}
 
 
+def drawn_on_device(model: Any, **_seed: Any) -> None:
+    """Random weights where they are: the product's are the same on every device, which takes a minute for 8 billion."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0.0, 0.02)
+
+
+def without_files(lifecycle: Any, first: int, step: int, *, finished: bool) -> Any:
+    """The end of a run without its last checkpoint and export: tens of gigabytes that nothing here reads."""
+    return lifecycle.ended(first, step, finished=False)
+
+
 def served(row: Mapping[str, Any], home: Home, device: str = "cuda") -> dict[str, float]:
     from armillary.diagnosis.readings.run_folder import read_run
+    from armillary.model.transformer import Transformer
     from tests.planted import traffic
-    from tests.planted.serve_small import serve_recipe, warm
+    from tests.planted.serve_small import model_of, serve_recipe, warm
 
     tables = dict(row["tables"]) | {"hardware": {"on": "here"}}
     recipe = recipe_from_dict(tables)
@@ -215,8 +235,10 @@ def served(row: Mapping[str, Any], home: Home, device: str = "cuda") -> dict[str
     requests = traffic.mixed(row["requests"], tokens_in=(job.tokens_in,) * 2, tokens_out=(job.tokens_out,) * 2, seed=1)
     at_rate = row["kind"] == "at a rate"
     arrivals = traffic.at_rate(requests, job.requests_per_s, 1) if at_rate else traffic.at_once(requests)
-    warm(recipe, device=device)
-    reading = read_run(serve_recipe(recipe, home, arrivals, device=device), home)
+    with mock.patch.object(Transformer, "initialize", drawn_on_device):
+        model = model_of(recipe, 0, device)
+    warm(recipe, device=device, model=model)
+    reading = read_run(serve_recipe(recipe, home, arrivals, device=device, model=model), home)
     (gauge,) = row["predicted"]
     known = reading.get(gauge)
     assert known is not None, f"an engine measures {gauge}"

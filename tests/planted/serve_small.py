@@ -114,9 +114,9 @@ def drive(engine: Engine, arrivals: Sequence[Arrival]) -> float:
     return engine.loop.clock() - begin
 
 
-def warm(recipe: Recipe, *, seed: int = 0, device: str = "cpu") -> None:
+def warm(recipe: Recipe, *, seed: int = 0, device: str = "cpu", model: Transformer | None = None) -> None:
     """Whatever a process does only once, so that it is in no recorded step."""
-    engine, _ = make_engine(model_of(recipe, seed, device), None, recipe.serve, seed=seed)
+    engine, _ = make_engine(model or model_of(recipe, seed, device), None, recipe.serve, seed=seed)
     drive(engine, [Arrival(request=one) for one in fixed(4, tokens_in=64, tokens_out=8, vocab=VOCAB, name="warm")])
 
 
