@@ -1,6 +1,7 @@
-"""A target of 126M parameters and a draft of 2.5M, trained on a CPU for `speculation_cpu.py`.
+"""A target and a small draft, trained for `speculation.py`: 126M parameters and 2.5M on a CPU, 2.5B and 34M on an H200.
 
     python benchmarks/speculation_models.py FOLDER [--minutes 30]
+    python benchmarks/speculation_models.py FOLDER --size gpu --minutes 2.5
 
 Both learn the same task: a generated Python function, a name and its replacement, then the function with the name
 replaced; beside it, runs of random words that are repeated. The draft is trained first; the target is the draft grown,
@@ -12,7 +13,10 @@ import argparse
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -24,6 +28,7 @@ from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import Transformer, build
 from armillary.model.weights.hf_weights import save_model
+from armillary.spec.arithmetic.params import parameters
 from armillary.spec.model import LayerKind, ModelConfig
 
 _TEXT = """load save read write parse build merge split count total first last index value name path file line token
@@ -44,6 +49,27 @@ DRAFT = ModelConfig(
     tied=True,
 )
 TARGET = replace(DRAFT, name="target", ffn=16_384, layers=(LayerKind(),) * 10)
+GPU_DRAFT = replace(DRAFT, hidden=1024, heads=16, head_dim=64, ffn=2816)
+GPU_TARGET = replace(GPU_DRAFT, name="target", ffn=32_768, layers=(LayerKind(),) * 24)
+TINY = replace(DRAFT, name="target", layers=(LayerKind(),) * 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What is trained where."""
+
+    draft: ModelConfig
+    target: ModelConfig
+    device: str
+    draft_rows: int  # sequences per step
+    target_rows: int
+
+
+SIZES = {
+    "cpu": Size(draft=DRAFT, target=TARGET, device="cpu", draft_rows=16, target_rows=2),
+    "gpu": Size(draft=GPU_DRAFT, target=GPU_TARGET, device="cuda", draft_rows=128, target_rows=32),
+    "tiny": Size(draft=DRAFT, target=TINY, device="cpu", draft_rows=16, target_rows=16),
+}
 
 
 def function(rng: random.Random) -> tuple[str, list[str]]:
@@ -102,8 +128,25 @@ def batches(tokenizer: Tokenizer, seed: int, rows: int) -> Iterator[Tensor]:
         stream = stream[size:]
 
 
+def prepared(folder: Path, rows: int, device: str, workers: int = 12) -> Iterator[Tensor]:
+    """The same on a GPU, made before by several processes, since one makes fewer tokens than a step takes; then in
+    random order, over and over."""
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        parts = list(pool.map(_some_batches, [(folder, seed, rows) for seed in range(4 * workers)]))
+    data = torch.cat(parts).to(device)
+    while True:
+        for each in torch.randperm(len(data) // rows).tolist():
+            yield data[each * rows : (each + 1) * rows]
+
+
+def _some_batches(args: tuple[Path, int, int]) -> Tensor:
+    folder, seed, rows = args
+    return torch.cat(list(islice(batches(Tokenizer.load(folder), seed, rows), 10)))
+
+
 def train(model: Transformer, minutes: float, lr: float, data: Iterator[Tensor]) -> None:
-    """Train for so long."""
+    """Train for so long: on a GPU with autocast to bf16."""
+    device = next(model.parameters()).device.type
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
     begin, mean = time.monotonic(), 10.0
     for step, tokens in enumerate(data):
@@ -114,21 +157,24 @@ def train(model: Transformer, minutes: float, lr: float, data: Iterator[Tensor])
             return
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, (step + 1) / 30) * max(0.05, min(1.0, 2 * (1 - spent)))
-        positions = torch.arange(SEQUENCE).expand(len(tokens), SEQUENCE)
-        hidden = model(tokens[:, :-1], positions, plain)
-        loss = F.cross_entropy(model.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
+        positions = torch.arange(SEQUENCE, device=device).expand(len(tokens), SEQUENCE)
+        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
+            hidden = model(tokens[:, :-1], positions, plain)
+            logits = model.head(hidden)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        mean += (loss.item() - mean) / min(step + 1, 20)
+        if device == "cpu" or step % 5 == 0:  # reading it waits for the device
+            mean += (loss.item() - mean) / min(step + 1, 20)
 
 
 @torch.no_grad()
 def grown(small: Transformer, config: ModelConfig) -> Transformer:
     """`small` with wider MLPs and further layers, which add nothing yet: gate and up rows alternate, so the old ones
     come first."""
-    model = build(config, dtype=torch.float32, device="cpu", seed=1)
+    model = drawn(config, next(small.parameters()).device.type)
     for name, weight in model.named_parameters():
         if name.endswith(("out.weight", "down.weight")):
             torch.nn.init.zeros_(weight)
@@ -140,11 +186,29 @@ def grown(small: Transformer, config: ModelConfig) -> Transformer:
     return model
 
 
+@torch.no_grad()
+def drawn(config: ModelConfig, device: str) -> Transformer:
+    """Random weights in fp32, on a GPU drawn there."""
+    if device == "cpu":
+        return build(config, dtype=torch.float32, device=device, seed=1)
+    torch.manual_seed(1)
+    model = build(config, dtype=torch.float32, device=device)
+    into_residual = 0.02 / (2 * config.num_layers) ** 0.5
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.fill_(1.0)
+        else:
+            weight.normal_(0.0, into_residual if name.endswith(("out.weight", "down.weight")) else 0.02)
+    return model
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--size", choices=list(SIZES), default="cpu")
     given = parser.parse_args()
+    size = SIZES[given.size]
     rng = random.Random(0)
     texts = ["".join(question(rng)) for _ in range(2000)] + [repeated(rng) for _ in range(500)]
     tokenizer = train_tokenizer(texts, VOCAB)
@@ -152,16 +216,21 @@ def main() -> None:
 
     def save(model: Transformer) -> None:
         target = given.folder / model.config.name
-        save_model(model, target, template=given.folder / "tokenizer", overwrite=True)
+        stored = model if size.device == "cpu" else model.to(torch.bfloat16)
+        save_model(stored, target, template=given.folder / "tokenizer", overwrite=True)
 
-    draft = build(DRAFT, dtype=torch.float32, device="cpu", seed=1)
-    target = grown(draft, TARGET)
-    for model in (draft, target):
-        print(f"the {model.config.name} has {sum(p.numel() for p in model.parameters()):,} parameters")
-    train(draft, 0.75 * given.minutes, 3e-3, batches(tokenizer, 1, 16))
+    def data(seed: int, rows: int) -> Iterator[Tensor]:
+        if size.device == "cpu":
+            return batches(tokenizer, seed, rows)
+        return prepared(given.folder / "tokenizer", rows, size.device)
+
+    for config in (size.draft, size.target):
+        print(f"the {config.name} has {parameters(config).total:,} parameters")
+    draft = drawn(size.draft, size.device)
+    train(draft, 0.75 * given.minutes, 3e-3 if size.draft.hidden < 512 else 1e-3, data(1, size.draft_rows))
+    target = grown(draft, size.target)
     save(draft)
-    target = grown(draft, TARGET)
-    train(target, 0.25 * given.minutes, 2e-4, batches(tokenizer, 2, 2))
+    train(target, 0.25 * given.minutes, 2e-4, data(2, size.target_rows))
     save(target)
 
 

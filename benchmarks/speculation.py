@@ -1,25 +1,27 @@
-"""Speculative decoding on a CPU: speed alone and under load, and whether the tokens stay the same.
+"""Speculative decoding: speed alone and under load, and whether the tokens stay the same.
 
-    python benchmarks/speculation_models.py FOLDER     # once: trains target and draft
-    python benchmarks/speculation_cpu.py FOLDER [--only alone,load,equal] [--json]
+    python benchmarks/speculation_models.py FOLDER     # once: trains target and draft; on an H200 with
+    python benchmarks/speculation.py FOLDER            # --size gpu --minutes 2.5
+    python benchmarks/speculation.py FOLDER --device cuda --dtype bf16 --only alone,load
 
 alone   one request at a time, 128 tokens each: with a draft model on functions to write, with prompt lookup on
         "repeat this function with one name changed"; speed is that of decoding, after the first token
 load    64 requests at once
 equal   500 greedy prompts, drafts of random lengths
 
-Engines with and without drafts take turns, so that both see the same machine; of each the median counts.
+Engines with and without drafts take turns, so that both see the same machine; of each the median counts. The last line
+is all figures as JSON, with seconds spent.
 """
 
 import argparse
 import json
 import random
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from speculation_models import WORDS, function, question
 
@@ -44,10 +46,27 @@ class AnyLength(LengthController):
         return drawn
 
 
-def opened(folder: Path, drafts: str, max_running: int) -> LLM:
-    extra: dict[str, Any] = {"plain": {}, "ngram": {"speculate": "ngram"}, "draft": {"draft": str(folder / "draft")}}
-    serve = Serve(max_running=max_running, max_model_len=512, prefix_cache=False, dtype="fp32", **extra[drafts])
-    return LLM(folder / "target", serve, device="cpu")
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """The trained models, and where they run."""
+
+    folder: Path
+    device: str
+    dtype: Literal["fp32", "bf16"]
+
+    def opened(self, drafts: str, max_running: int) -> LLM:
+        """Steps of at most 512 tokens: fewer CUDA graphs are captured, and no prompt is longer."""
+        draft = str(self.folder / "draft")
+        extra: dict[str, Any] = {"plain": {}, "ngram": {"speculate": "ngram"}, "draft": {"draft": draft}}
+        serve = Serve(
+            max_running=max_running,
+            max_model_len=512,
+            max_tokens_per_step=512,
+            prefix_cache=False,
+            dtype=self.dtype,
+            **extra[drafts],
+        )
+        return LLM(self.folder / "target", serve, device=self.device)
 
 
 def texts_to_write(count: int) -> list[str]:
@@ -78,16 +97,17 @@ def decode_s(engine: Engine, request: Request) -> tuple[float, int]:
     return time.perf_counter() - first, tokens
 
 
-def alone(folder: Path, drafts: str, texts: list[str], temperature: float) -> dict[str, Any]:
+def alone(models: dict[str, LLM], drafts: str, texts: list[str], temperature: float) -> dict[str, Any]:
     rates: dict[str, list[float]] = {}
-    models = {name: opened(folder, name, 1) for name in ("plain", drafts)}
-    for number, text in enumerate(texts):
+    models = {name: models[name] for name in ("plain", drafts)}
+    for number, text in enumerate(texts[:1] + texts):
         for name, llm in models.items():
             assert llm.tokenizer is not None
             params = SamplingParams(max_tokens=128, temperature=temperature, seed=number, ignore_eos=True)
-            request = Request(id=f"{number}", prompt=llm.tokenizer.encode(text), params=params)
+            request = Request(id=f"{temperature} {number}", prompt=llm.tokenizer.encode(text), params=params)
             seconds, tokens = decode_s(llm.engine, request)
-            rates.setdefault(name, []).append(tokens / seconds)
+            if number:  # the first is a warm-up
+                rates.setdefault(name, []).append(tokens / seconds)
     state = models[drafts].engine.state()
     return {
         "case": f"alone, {drafts}, temperature {temperature:g}",
@@ -99,12 +119,12 @@ def alone(folder: Path, drafts: str, texts: list[str], temperature: float) -> di
     }
 
 
-def load(folder: Path, drafts: str, repeats: int = 3) -> dict[str, Any]:
+def load(models: Models, drafts: str, repeats: int = 3) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {}
     texts = texts_to_write(64)
-    models = {name: opened(folder, name, 64) for name in ("plain", drafts)}
+    opened = {name: models.opened(name, 64) for name in ("plain", drafts)}
     for number in range(repeats + 1):
-        for name, llm in models.items():
+        for name, llm in opened.items():
             begin = time.perf_counter()
             params = [SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True) for _ in texts]
             llm.generate(texts, params)
@@ -116,16 +136,16 @@ def load(folder: Path, drafts: str, repeats: int = 3) -> dict[str, Any]:
         "plain_tokens_per_s": 64 * 48 / median(seconds["plain"]),
         "tokens_per_s": 64 * 48 / median(seconds[drafts]),
         "speedup": median(ratios),
-        "drafted": models[drafts].engine.scheduler.totals.drafted,
+        "drafted": opened[drafts].engine.scheduler.totals.drafted,
     }
 
 
-def equal(folder: Path, drafts: str, count: int = 500) -> dict[str, Any]:
+def equal(models: Models, drafts: str, count: int = 500) -> dict[str, Any]:
     rng = random.Random(9)
     texts = [question(rng)[0] for _ in range(count)]
     outputs = {}
     for name in ("plain", drafts):
-        llm = opened(folder, name, 8)
+        llm = models.opened(name, 8)
         if llm.engine.scheduler.speculation is not None:
             known = llm.engine.scheduler.speculation.controller
             llm.engine.scheduler.speculation.controller = AnyLength(known.verify, known.propose, known.most)
@@ -147,24 +167,29 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", default="alone,load,equal")
     parser.add_argument("--texts", type=int, default=8)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     given = parser.parse_args()
-    wanted = given.only.split(",")
-    runs: list[Callable[[], dict[str, Any]]] = []
+    models, begin, rows = Models(folder=given.folder, device=given.device, dtype=given.dtype), time.monotonic(), []
+    for row in figures(models, given.only.split(","), given.texts):
+        shown = [f"{key} {value:.4g}" if key != "case" else value for key, value in row.items()]
+        print(f"{time.monotonic() - begin:6.1f} s  {', '.join(shown)}", flush=True)
+        rows.append({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
+    print(
+        json.dumps({"device": given.device, "seconds": round(time.monotonic() - begin, 1), "cases": rows}), flush=True
+    )
+
+
+def figures(models: Models, wanted: list[str], count: int) -> Iterator[dict[str, Any]]:
     if "alone" in wanted:
-        runs += [partial(alone, given.folder, "draft", texts_to_write(given.texts), heat) for heat in (0.0, 1.0)]
-        runs += [partial(alone, given.folder, "ngram", texts_to_repeat(given.texts), 0.0)]
-    if "load" in wanted:
-        runs += [partial(load, given.folder, name) for name in ("draft", "ngram")]
-    if "equal" in wanted:
-        runs += [partial(equal, given.folder, name) for name in ("draft", "ngram")]
-    for run in runs:
-        row = run()
-        if given.json:
-            print(json.dumps(row), flush=True)
-        else:
-            shown = [f"{key} {value:.3g}" if isinstance(value, float) else f"{value}" for key, value in row.items()]
-            print(", ".join(shown), flush=True)
+        opened = {name: models.opened(name, 1) for name in ("plain", "draft", "ngram")}
+        for temperature in (0.0, 1.0):
+            yield alone(opened, "draft", texts_to_write(count), temperature)
+        yield alone(opened, "ngram", texts_to_repeat(count), 0.0)
+        opened.clear()
+    for case, run in (("load", load), ("equal", equal)):
+        if case in wanted:
+            yield from (run(models, drafts) for drafts in ("draft", "ngram"))
 
 
 if __name__ == "__main__":
