@@ -48,7 +48,7 @@ def _show_all(out: Output, home: Home) -> None:
                     run.id,
                     state.model,
                     state.state,
-                    _step(state),
+                    state.step_text(),
                     state.loss,
                     _goodput(run),
                     _ago(state.started),
@@ -69,7 +69,7 @@ def _show_one(out: Output, run: Run) -> None:
         ("model", state.model),
         ("state", state.state),
         ("error", state.error),
-        ("step", _step(state)),
+        ("step", state.step_text()),
         ("loss", state.loss),
         ("started", _ago(state.started)),
         ("took", _took(state)),
@@ -190,10 +190,6 @@ def _suggested(measured: MeasuredFailures) -> dict[str, Any]:
 
 
 # --- texts
-
-
-def _step(state: RunState) -> str:
-    return f"{state.step:,}" + (f"/{state.steps:,}" if state.steps else "")
 
 
 def _ago(then: float) -> str | None:

@@ -216,7 +216,7 @@ def _headline(limiting: Finding | None, findings: list[Finding], gain: float) ->
     if limiting is not None:
         return f"{LOOPS[limiting.loop]} limits this run · {limiting.says}"
     state = next((f" · {finding.says}" for finding in findings if finding.cause in BASELINE_CAUSES), "")
-    return f"healthy: nothing to gain beyond {gain:.0%}{state}"
+    return f"healthy: nothing to gain beyond {max(gain, 0.01):.0%}{state}"
 
 
 def budget_of(reading: Reading) -> dict[str, float]:

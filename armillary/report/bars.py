@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from unicodedata import east_asian_width
 
-from armillary.report.charts import SERIES_COLOURS, Frame, Text, drawing, legend, mark
+from armillary.report.charts import SERIES_COLOURS, Frame, Text, drawing, legend, mark, text_width
 
 BAR_HEIGHT, BAR_GAP, GROUP_GAP, NAME_HEIGHT = 15, 3, 12, 18
 LETTER_WIDTH, VALUE_WIDTH = 8.2, 92
 """about one letter; at least for the value that is written at a bar's end"""
-LETTER_SIZE, WIDE, NARROW = 14, frozenset("mwMW@%…"), frozenset("fijlrtI.,:;'|!()[] ")
-"""of names: pixels in a file of its own, and letters much wider and narrower than the mean of DejaVu Sans"""
 NAMES_IN_MARGIN = 0.25
 """share of the width up to which names stand in the left margin; longer ones stand above their bars"""
 
@@ -89,7 +86,7 @@ def bars_file(groups: Sequence[BarGroup], *, label: str, caption: str) -> str:
 
 def _bar_frame(groups: Sequence[BarGroup], width: int, top: int = 4) -> Frame:
     """As high as its bars; names in the left margin where they fit."""
-    names = 10 + max((name_width(group.name) for group in groups), default=0.0)
+    names = 10 + max((text_width(group.name) for group in groups), default=0.0)
     in_margin = names <= NAMES_IN_MARGIN * width
     texts = [len(bar.text) for group in groups for bar in group.bars]
     height = (
@@ -97,13 +94,6 @@ def _bar_frame(groups: Sequence[BarGroup], width: int, top: int = 4) -> Frame:
     )
     right = max(VALUE_WIDTH, round(10 + 0.9 * LETTER_WIDTH * max(texts, default=0)))
     return Frame(width=width, height=height, left=round(names) if in_margin else 0, right=right, top=top, bottom=4)
-
-
-def name_width(name: str) -> float:
-    """Pixels that a name takes, at most: DejaVu Sans is the widest of the fonts that may be there."""
-    wide = sum(letter in WIDE or east_asian_width(letter) in "WF" for letter in name)
-    narrow = sum(letter in NARROW for letter in name)
-    return LETTER_SIZE * (wide + 0.4 * narrow + 0.66 * (len(name) - wide - narrow))
 
 
 def _bars(groups: Sequence[BarGroup], frame: Frame, full: float, limit: float | None) -> str:

@@ -5,15 +5,19 @@ caller passes, and every text is escaped.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from math import atan2, ceil, degrees, floor, log10, sqrt
+from typing import Self
+from unicodedata import east_asian_width
 
 SERIES_COLOURS = tuple(f"var(--{name})" for name in ("one", "two", "three", "four", "five", "six"))
 SHARE_TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SMALLEST_RADIUS, LARGEST_RADIUS = 4.0, 30.0
 """of a scatter point, in a chart for a wide screen"""
 MAX_LINE_POINTS = 1200
+LETTER_SIZE, WIDE, NARROW = 14, frozenset("mwMW@%…"), frozenset("fijlrtI.,:;'|!()[] ")
+"""pixels in a file of its own, and letters much wider and narrower than the mean of DejaVu Sans"""
 
 Text = Callable[[float], str]
 Points = Sequence[tuple[float, float]]
@@ -50,6 +54,10 @@ class Frame:
         """Where the lower margin begins."""
         return self.height - self.bottom
 
+    def with_left(self, labels: Iterable[str]) -> Self:
+        """With a left margin that holds these labels of the y axis."""
+        return replace(self, left=max(self.left, ceil(max(map(text_width, labels), default=0.0)) + 12))
+
     @property
     def middle(self) -> float:
         return (self.left + self.end) / 2
@@ -76,6 +84,13 @@ def legend(entries: Iterable[tuple[str, str]]) -> str:
     """(colour, name) of each series."""
     spans = "".join(f"<span><i style='background:{colour}'></i>{escape(name)}</span>" for colour, name in entries)
     return f"<div class='legend'>{spans}</div>"
+
+
+def text_width(text: str) -> float:
+    """Pixels that a text takes, at most: DejaVu Sans is the widest of the fonts that may be there."""
+    wide = sum(letter in WIDE or east_asian_width(letter) in "WF" for letter in text)
+    narrow = sum(letter in NARROW for letter in text)
+    return LETTER_SIZE * (wide + 0.4 * narrow + 0.66 * (len(text) - wide - narrow))
 
 
 def number_text(value: float) -> str:
@@ -161,6 +176,7 @@ def lines(
     colours = [SERIES_COLOURS[i % len(SERIES_COLOURS)] for i in range(len(series))]
 
     def draw(frame: Frame) -> str:
+        frame = frame.with_left(map(y_text, ys))
         axes = Axes(frame, xs, ys)
         parts = [axes.grid(x_text, y_text, x_name), *(mark(frame, axes.x(at), text) for at, text in marks)]
         for colour, (name, points) in zip(colours, series, strict=True):
@@ -179,6 +195,7 @@ def area(points: Points, *, label: str, x_name: str, x_text: Text, y_text: Text,
     xs, ys = _ticks(max(x for x, _ in points)), _ticks(peak[1])
 
     def draw(frame: Frame) -> str:
+        frame = frame.with_left(map(y_text, ys))
         axes = Axes(frame, xs, ys)
         (start, value), *rest = thinned(points)
         first = f"M{axes.x(start):.1f},{axes.y(value):.1f}"

@@ -143,7 +143,7 @@ def _from_run(text: str, home: Home, need_weights: bool) -> ModelSource | None:
 
 def _progress(run: Run) -> str:
     state = run.state
-    return f"{state.state} at step {state.step}" + (f" of {state.steps}" if state.steps else "")
+    return f"{state.state} at step {state.step_text(' of ')}"
 
 
 def _from_release(

@@ -49,6 +49,10 @@ class RunState:
     def is_running(self) -> bool:
         return self.state == "running"
 
+    def step_text(self, between: str = "/") -> str:
+        """'60/100', or '60' where no number of steps is planned, as in a server's run."""
+        return f"{self.step:,}" + (f"{between}{self.steps:,}" if self.steps else "")
+
     @property
     def process(self) -> Process:
         """The process that wrote this state."""

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.report.bars import Bar, BarGroup, bars, bars_file, name_width, series_bars, shares
-from armillary.report.charts import Frame, Point, drawing, lines, scatter, thinned
+from armillary.report.bars import Bar, BarGroup, bars, bars_file, series_bars, shares
+from armillary.report.charts import Frame, Point, drawing, lines, scatter, text_width, thinned
 from armillary.report.standalone import standalone_svg
 from tests.profiling.report.test_profile_page import Tags
 
@@ -108,13 +108,20 @@ def test_a_long_legend_has_several_rows() -> None:
 
 def test_names_in_the_margin_have_the_width_of_their_letters() -> None:
     """`Comm exposed` was cut off where the font is wide."""
-    assert name_width("Comm exposed") > 110 and name_width("illicit") < 50 and name_width("漢字") == 28
+    assert text_width("Comm exposed") > 110 and text_width("illicit") < 50 and text_width("漢字") == 28
 
     def margin(name: str) -> float:
         drawn = bars([BarGroup(name=name, bars=[Bar(value=1.0, text="1")])], label="x")
         return float(re.findall(r"<rect x='([\d.]+)'", drawn)[0])
 
-    assert margin("Comm exposed") >= name_width("Comm exposed") + 9 > margin("illicit")
+    assert margin("Comm exposed") >= text_width("Comm exposed") + 9 > margin("illicit")
+
+
+def test_labels_of_the_y_axis_fit_its_margin() -> None:
+    """`300 tokens/s` lost its first letters."""
+    chart = lines([("a", [(0.0, 100.0), (9.0, 300.0)])], label="l", x_name="s", y_text=lambda y: f"{y:.0f} tokens/s")
+    ends = [float(x) for x in re.findall(r"<text x='([\d.]+)' y='[\d.]+' text-anchor='end'", chart)]
+    assert min(ends) >= text_width("300 tokens/s") and Tags(chart).open == []
 
 
 def test_a_line_at_zero_has_different_labels() -> None:

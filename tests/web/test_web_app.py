@@ -137,6 +137,15 @@ def test_runs_and_their_diagnosis(home: Home) -> None:
     assert part(app, tab="diagnose", run=names[0])["errors"] == {}
 
 
+def test_a_servers_run_has_no_planned_steps(home: Home) -> None:
+    run = create_run(home, {"model": {"name": "gpt2"}}, model="gpt2")
+    with GaugeWriter(run.gauges) as gauges:
+        for step in range(1, 9):
+            gauges.write({"running": 3, "kv_used_fraction": 0.5, "engine_step_s": 0.01}, step=step)
+    html = part(WebApp(home, hosts=HOSTS), tab="runs")["html"]
+    assert "Running requests" in html and "KV cache in use" in html and "Loss" not in html and "None" not in html
+
+
 def test_the_budget_is_of_profiled_steps(home: Home) -> None:
     """Waiting for data is measured in every step; the rest of an unprofiled one is not unknown time."""
     run = create_run(home, {"model": {"name": "gpt2"}}, model="gpt2", steps=8)

@@ -56,7 +56,7 @@ def progress_text(home: Home, job: Job) -> str | None:
         state = find_run(home, job.name).progress
     except NotFound:
         return None
-    return f"{state.step:,} / {state.steps:,}" if state.steps else f"{state.step:,}"
+    return state.step_text(" / ")
 
 
 def follow(out: Output, job: Job, node: int | None = None) -> None:

@@ -111,7 +111,7 @@ def _refuse_another(home: Home, recipe: Recipe, weights: str, file: str) -> None
         if not related or state.is_running:
             continue
         if state.state in _ENDED:
-            step = f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
+            step = state.step_text(" of ")
             raise BadInput(
                 f"run {run.name} is unfinished (step {step}) and the recipe has become another "
                 f"({_few(texts(changes, 'defining'))}); restore it to resume the run, {_NEW}"

@@ -1,4 +1,4 @@
-"""The tab Runs: live and past training runs, one or two side by side."""
+"""The tab Runs: live and past runs of training and of servers, one or two side by side."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ CHARTS: Sequence[tuple[str, str, Callable[[float], str]]] = (
     ("mfu", "MFU", lambda value: f"{value:.1%}"),
     ("memory_bytes", "Device memory", bytes_text),
     ("expert_load_max_over_mean", "Busiest expert over the mean", lambda value: f"{value:.2f}"),
+    ("running", "Running requests", lambda value: f"{value:g}"),
+    ("waiting", "Waiting requests", lambda value: f"{value:g}"),
+    ("kv_used_fraction", "KV cache in use", lambda value: f"{value:.1%}"),
+    ("engine_step_s", "Engine step", seconds_text),
 )
+"""of training runs, and of servers"""
 PARTS = ("compute_s", "comm_exposed_s", "bubble_s", "data_wait_s", "overhead_s")
 COLOURS = ("useful", "comm_exposed", "inefficiency", "launch_gap", "idle")
 RECENT = 20
@@ -77,10 +82,9 @@ def _list(known: Sequence[Run], picked: Sequence[Run]) -> str:
     rows = []
     for run in known[:SHOWN_RUNS]:
         state = run.progress
-        step = f"{state.step:,}" + (f"/{state.steps:,}" if state.steps else "")
         loss = f"{state.loss:.3f}" if state.loss is not None else "–"
         compare = urlencode({"tab": "runs", "run": picked[0].id if picked else run.id, "other": run.id})
-        cells = "".join(f"<td>{escape(str(text))}</td>" for text in (state.model, state.state, step, loss))
+        cells = "".join(f"<td>{escape(str(text))}</td>" for text in (state.model, state.state, state.step_text(), loss))
         rows.append(
             f"<tr><td><a href='?{escape(urlencode({'tab': 'runs', 'run': run.id}))}'>{escape(run.id)}</a></td>{cells}"
             f"<td><a href='?{escape(compare)}' aria-label='compare with {escape(run.name)}'>compare</a></td></tr>"
@@ -114,7 +118,7 @@ def _facts(run: Run) -> str:
     rows = [
         ("model", state.model),
         ("state", state.state + (f": {state.error}" if state.error else "")),
-        ("step", f"{state.step:,} of {state.steps:,}"),
+        ("step", state.step_text(" of ")),
     ]
     account = account_of_run(run, now=time.time())
     if account is not None and account.total_s:
