@@ -24,9 +24,15 @@ class Payload:
     """Blocks copied to host memory, or on their way there."""
 
     def __init__(
-        self, memory: torch.Tensor, size: int, free: list[torch.Tensor], copied: torch.cuda.Event | None
+        self,
+        memory: torch.Tensor,
+        size: int,
+        free: list[torch.Tensor] | None,
+        copied: torch.cuda.Event | None,
+        slot: int | None = None,
     ) -> None:
-        self._memory, self._size, self._free, self._copied = memory, size, free, copied
+        """`slot`: of shared memory, which the other side gives back; else it goes to `free`."""
+        self._memory, self._size, self._free, self._copied, self.slot = memory, size, free, copied, slot
 
     def data(self) -> memoryview:
         """Waits until they are there."""
@@ -36,7 +42,8 @@ class Payload:
 
     def release(self) -> None:
         """They were sent: others may use the memory. To get new memory takes as long as to fill it."""
-        self._free.append(self._memory)
+        if self._free is not None:
+            self._free.append(self._memory)
 
 
 class BlockBytes:
@@ -51,16 +58,22 @@ class BlockBytes:
         blocks = self._rows.blocks
         return int(blocks[:, 0].numel() * blocks.element_size())
 
-    def read(self, blocks: list[int]) -> Payload:
-        """Start to copy blocks; on a GPU the copy runs beside the next step. On a CPU one block is copied after the
-        other: its heads are apart in memory, and an index over blocks copies them at a twentieth of the speed."""
+    @property
+    def in_host_memory(self) -> bool:
+        """Blocks are copied by the CPU."""
+        return not self._rows.blocks.is_cuda
+
+    def read(self, blocks: list[int], shared: tuple[int, torch.Tensor] | None = None) -> Payload:
+        """Start to copy blocks, into a slot of `shared` memory where there is one; on a GPU the copy runs beside the
+        next step. On a CPU one block is copied after the other: its heads are apart in memory, and an index over blocks
+        copies them at a twentieth of the speed."""
         own_LC, size = self._rows.blocks, len(blocks) * self.block_bytes
-        memory = self._host_memory(size)
+        slot, memory = shared or (None, self._host_memory(size))
         host_CL = memory[:size].view(own_LC.dtype).view(len(blocks), own_LC.shape[0], *own_LC.shape[2:])
         if not own_LC.is_cuda:
             for copied_L, block in zip(host_CL, blocks, strict=True):
                 copied_L.copy_(own_LC[:, block])
-            return Payload(memory, size, self._free, None)
+            return Payload(memory, size, self._free if slot is None else None, None, slot)
         host_CL.copy_(own_LC[:, self._index(blocks)].transpose(0, 1).contiguous(), non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()

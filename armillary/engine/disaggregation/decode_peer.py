@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from armillary.engine.disaggregation import wire
 from armillary.engine.disaggregation.block_bytes import Payload
 from armillary.engine.disaggregation.wire import Frame, FrameType, PeerGone, Prompt
@@ -43,6 +45,8 @@ class DecodePeer:
 
     def __init__(self, side: PrefillSide, sock: socket.socket) -> None:
         self._side, self._sock = side, sock
+        self._slots = side.slots()
+        self._shared_bytes: dict[int, int] = {}  # of slots that the other side has not read yet
         self._queue: queue.SimpleQueue[tuple[Frame, Payload | None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         """guards what follows"""
@@ -74,7 +78,7 @@ class DecodePeer:
         if bytes(hello.head) != own:
             wire.send(self._sock, Frame(FrameType.REFUSAL, head=b"it serves another model, dtype or block size"))
             raise PeerGone("another model")
-        wire.send(self._sock, wire.hello(own))
+        wire.send(self._sock, wire.hello(b"" if self._slots is None else self._slots.offer()))
 
     def _take(self, frame: Frame) -> None:
         if frame.kind is FrameType.REQUEST:
@@ -89,6 +93,18 @@ class DecodePeer:
             if cancelled is not None:
                 self._drop([cancelled])
                 self._start_some()
+        elif self._slots is not None and frame.kind is FrameType.SHARE:
+            self._slots.accepted()
+        elif self._slots is not None and frame.kind is FrameType.FREE:
+            if frame.number not in self._shared_bytes:
+                raise PeerGone("it gave back memory that it did not have")
+            size = self._shared_bytes.pop(frame.number)
+            self._slots.give_back(frame.number)
+            self._taken(size)
+
+    def shared_slot(self) -> tuple[int, Tensor] | None:
+        """Memory that the other side sees; None where there is none, or none left: then the connection carries them."""
+        return None if self._slots is None else self._slots.take()
 
     def _start_some(self) -> None:
         """Start prompts in their order while the blocks that are on their way are few."""
@@ -139,12 +155,21 @@ class DecodePeer:
     def _send_one(self, frame: Frame, payload: Payload | None) -> None:
         data = payload.data() if payload is not None else memoryview(b"")
         begin = time.monotonic()
+        if payload is not None and payload.slot is not None:
+            self._shared_bytes[payload.slot] = len(data)
+            head = wire.SLOT.pack(payload.slot, len(data)) + bytes(frame.head)
+            wire.send(self._sock, frame._replace(kind=FrameType.SHARED_BLOCKS, head=head))
+            return self._side.sent(len(data), time.monotonic() - begin)
         wire.send(self._sock, frame._replace(payload=data))
         self._side.sent(len(data), time.monotonic() - begin)
         if payload is not None:
             payload.release()
+        self._taken(len(data))
+
+    def _taken(self, num_bytes: int) -> None:
+        """The other side has so many bytes of blocks, or they are in its connection."""
         with self._lock:
-            self._unsent_bytes -= len(data)
+            self._unsent_bytes -= num_bytes
         self._start_some()
 
     def close(self) -> None:
@@ -155,6 +180,8 @@ class DecodePeer:
             tasks, self._tasks = list(self._tasks.values()), {}
             self._waiting.clear()
         wire.close(self._sock)
+        if self._slots is not None:
+            self._slots.close()
         self._queue.put(None)
         self._drop(tasks)
         self._side.forget(self)

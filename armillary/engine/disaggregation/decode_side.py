@@ -8,25 +8,16 @@ the blocks that are there and the engine computes the rest itself.
 
 from __future__ import annotations
 
-import queue
-import socket
-import sys
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 
-from armillary.engine.disaggregation import wire
 from armillary.engine.disaggregation.block_bytes import BlockBytes
-from armillary.engine.disaggregation.wire import Frame, FrameType, PeerGone, Prompt
+from armillary.engine.disaggregation.prefill_connection import Outgoing, PrefillConnection
+from armillary.engine.disaggregation.wire import Frame, FrameType, Prompt
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.request.sequence import Sequence, State
-from armillary.errors import BadInput
-
-_STAGED_FRAMES = 4
-"""frames of blocks that were read and are not in the cache yet; beyond, the connection is not read"""
-_RETRY_S = 1.0
 
 
 @dataclass(eq=False)
@@ -46,25 +37,6 @@ class Fetch:
     """all blocks have come, or no more will"""
 
 
-class Staged:
-    """Memory for blocks that were read and are not in the cache yet. It is used again: to get new memory takes as long
-    as to fill it."""
-
-    def __init__(self) -> None:
-        self._free: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
-        for _ in range(_STAGED_FRAMES):
-            self._free.put(bytearray())
-
-    def memory(self, size: int) -> memoryview:
-        """Waits until the engine has taken earlier blocks."""
-        memory = self._free.get()
-        return memoryview(memory if len(memory) >= size else bytearray(size))[:size]
-
-    def give_back(self, view: memoryview) -> None:
-        assert isinstance(view.obj, bytearray)
-        self._free.put(view.obj)
-
-
 class DecodeSide:
     """The fetches of one engine, and its connection to the prefill server."""
 
@@ -72,90 +44,24 @@ class DecodeSide:
         self, worker: EngineThread, blocks: BlockBytes, *, fingerprint: bytes, address: str, min_tokens: int
     ) -> None:
         """Prompts with fewer than `min_tokens` that the prefix cache does not have are computed here."""
-        self._worker, self._blocks, self._min_tokens = worker, blocks, min_tokens
-        self._fingerprint, self._address = fingerprint, address
+        self._blocks, self._min_tokens = blocks, min_tokens
         self._table, self._cache = worker.engine.scheduler.request_table, worker.engine.scheduler.cache
         self._fetches: list[Fetch] = []  # this and the next of the engine's thread
         self._by_number: dict[int, Fetch] = {}
-        self._outgoing: queue.SimpleQueue[Frame | None] | None = None  # none: not connected
+        self._outgoing: Outgoing | None = None  # none: not connected
         self._numbers = count(1)
-        self._stopped = threading.Event()
-        self._sock: socket.socket | None = None
-        self._said = ""
         self._received_bytes = self._num_fetched = self._num_local = 0
         self._wait_s = 0.0
-
-    # --- the connection
+        self._connection = PrefillConnection(
+            worker, self, address=address, fingerprint=fingerprint, block_bytes=blocks.block_bytes
+        )
 
     def connect(self) -> None:
-        """Connect, and again whenever the connection ends. BadInput where the prefill server refuses; one that does not
-        answer may come later."""
-        sock: socket.socket | None = None
-        try:
-            sock = self._connected()
-        except PeerGone as error:
-            self._say(str(error))
-        threading.Thread(target=self._run, args=(sock,), name="kv-receive", daemon=True).start()
+        """BadInput where the prefill server refuses; one that does not answer may come later."""
+        self._connection.connect()
 
     def close(self) -> None:
-        self._stopped.set()
-        if self._sock is not None:
-            wire.close(self._sock)
-
-    def _connected(self) -> socket.socket:
-        try:
-            sock = socket.create_connection(wire.parse_address(self._address), timeout=wire.SILENCE_S)
-        except OSError as error:
-            raise PeerGone(f"no prefill server at {self._address} ({error.strerror or error})") from None
-        try:
-            wire.prepare(sock)
-            wire.send(sock, wire.hello(self._fingerprint))
-            answer = wire.receive(sock)
-        except PeerGone:
-            sock.close()
-            raise
-        if answer.kind is not FrameType.HELLO:
-            sock.close()
-            why = bytes(answer.head).decode(errors="replace")
-            raise BadInput(f"the prefill server at {self._address} refuses: {why}; start both with the same settings")
-        return sock
-
-    def _run(self, sock: socket.socket | None) -> None:
-        """In a thread: connect and receive, until the end."""
-        while not self._stopped.is_set():
-            try:
-                self._receive(sock or self._connected())
-            except (PeerGone, BadInput) as error:
-                self._say(str(error))
-            sock = None
-            self._stopped.wait(_RETRY_S)
-
-    def _receive(self, sock: socket.socket) -> None:
-        self._sock, self._said = sock, ""
-        outgoing: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-        staged = Staged()
-        threading.Thread(target=_send_all, args=(sock, outgoing), name="kv-ask", daemon=True).start()
-        self._worker.between_steps(partial(self._open, outgoing))
-        try:
-            while True:
-                frame = wire.receive(sock, staged.memory)
-                if frame.kind is FrameType.BLOCKS:
-                    entries = wire.read_entries(frame)
-                    if len(frame.payload) != len(entries) * self._blocks.block_bytes:
-                        raise PeerGone("it sent blocks of another size")
-                    self._worker.between_steps(partial(self._take, staged, frame.number, entries, frame.payload))
-                elif frame.kind is FrameType.DONE:
-                    self._worker.between_steps(partial(self._done, frame.number, bool(frame.head)))
-        finally:
-            outgoing.put(None)
-            wire.close(sock)
-            self._worker.between_steps(self._lost)
-
-    def _say(self, text: str) -> None:
-        """One line, once."""
-        if text != self._said and not self._stopped.is_set():
-            self._said = text
-            print(f"prefill server: {text}; prompts are computed here until it is back", file=sys.stderr, flush=True)
+        self._connection.close()
 
     # --- in the engine's thread
 
@@ -224,10 +130,10 @@ class DecodeSide:
         if self._outgoing is not None:
             self._outgoing.put(Frame(FrameType.CANCEL, fetch.number))
 
-    def _open(self, outgoing: queue.SimpleQueue[Frame | None]) -> None:
+    def opened(self, outgoing: Outgoing) -> None:
         self._outgoing = outgoing
 
-    def _lost(self) -> None:
+    def lost(self) -> None:
         """The connection ended: what waits is computed here."""
         self._outgoing = None
         self._by_number.clear()
@@ -235,7 +141,9 @@ class DecodeSide:
             if not fetch.over:
                 self._end(fetch, failed=True)
 
-    def _take(self, staged: Staged, number: int, entries: list[tuple[int, int]], payload: memoryview) -> None:
+    def take(
+        self, number: int, entries: list[tuple[int, int]], payload: memoryview, give_back: Callable[[], None]
+    ) -> None:
         """Put blocks that came into the prefix cache, held by nobody: should they be evicted before their sequence
         starts, it computes them."""
         try:
@@ -245,7 +153,7 @@ class DecodeSide:
                 self._cancel(fetch)
                 self._end(fetch, failed=True)
         finally:
-            staged.give_back(payload)
+            give_back()
 
     def _put(self, fetch: Fetch, entries: list[tuple[int, int]], payload: memoryview) -> bool:
         """False where a block cannot be used, or there is no space."""
@@ -265,7 +173,7 @@ class DecodeSide:
         cache.pool.release(fresh)
         return True
 
-    def _done(self, number: int, failed: bool) -> None:
+    def done(self, number: int, failed: bool) -> None:
         fetch = self._by_number.pop(number, None)
         if fetch is not None:
             self._end(fetch, failed=failed)
@@ -297,12 +205,3 @@ class DecodeSide:
 
 def _started(fetch: Fetch) -> bool:
     return fetch.over and (fetch.seq.state is not State.WAITING or fetch.seq.started_at is not None)
-
-
-def _send_all(sock: socket.socket, outgoing: queue.SimpleQueue[Frame | None]) -> None:
-    """In a thread, so that a prefill server that does not read holds up no step."""
-    while (frame := outgoing.get()) is not None:
-        try:
-            wire.send(sock, frame)
-        except PeerGone:
-            return wire.close(sock)

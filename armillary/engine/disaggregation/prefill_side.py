@@ -9,12 +9,14 @@ stops reading stops its prompts, and nothing else.
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from itertools import count
 
 from armillary.engine.disaggregation import wire
 from armillary.engine.disaggregation.block_bytes import BlockBytes
 from armillary.engine.disaggregation.decode_peer import DecodePeer, PrefillTask
+from armillary.engine.disaggregation.shared_memory import SharedSlots
 from armillary.engine.disaggregation.wire import Frame, FrameType, Prompt
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.output.output_text import OutputDelta
@@ -68,6 +70,12 @@ class PrefillSide:
             with self._lock:
                 self._peers.add(peer)
             threading.Thread(target=peer.run, name="kv-requests", daemon=True).start()
+
+    def slots(self) -> SharedSlots | None:
+        """Memory to share with a decode server; none: blocks are on a GPU, and cross its link in pinned memory."""
+        if sys.platform != "linux" or not self._blocks.in_host_memory:
+            return None
+        return SharedSlots(self._at_once * self._blocks.block_bytes, self.window_bytes)
 
     def forget(self, peer: DecodePeer) -> None:
         with self._lock:
@@ -160,7 +168,7 @@ class PrefillSide:
         task.sent = full
         for begin in range(0, len(wanted), self._at_once):
             part = wanted[begin : begin + self._at_once]
-            payload = self._blocks.read([block for block, _, _ in part])
+            payload = self._blocks.read([block for block, _, _ in part], task.peer.shared_slot())
             head = wire.entries_head((g, index) for _, g, index in part)
             frame = Frame(FrameType.BLOCKS, task.number, len(part), head)
             task.peer.put(task, frame, payload, len(part) * self._blocks.block_bytes)

@@ -1,7 +1,8 @@
 """Frames between a prefill and a decode server, over one TCP connection: a fixed header, then raw bytes.
 
-    decode  → prefill   HELLO, then REQUEST and CANCEL
-    prefill → decode    HELLO or REFUSAL, then BLOCKS and DONE; ALIVE when there was nothing to send for a second
+    decode  → prefill   HELLO, then REQUEST and CANCEL; SHARE and FREE where both are on one host
+    prefill → decode    HELLO or REFUSAL, then BLOCKS, SHARED_BLOCKS and DONE; ALIVE when there was nothing to send for
+                        a second
 
 Nothing that arrives is executed or unpickled, and lengths are checked before memory is taken.
 """
@@ -18,9 +19,10 @@ from typing import NamedTuple
 
 from armillary.errors import ArmillaryError, BadRecipe
 
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<BxxxIQQQ")  # kind, entries, number of the request, bytes of the head, bytes of the payload
 ENTRY = struct.Struct("<HxxI")  # group, index: one block
+SLOT = struct.Struct("<QQ")  # number, bytes: of a slot of shared memory
 SILENCE_S = 10.0
 """time without a frame after which the other side counts as gone"""
 SEND_S = 60.0
@@ -37,6 +39,9 @@ class FrameType(IntEnum):
     BLOCKS = 5
     DONE = 6
     ALIVE = 7
+    SHARE = 8  # the decode side sees the prefill side's shared memory
+    SHARED_BLOCKS = 9  # blocks lie in a slot of it
+    FREE = 10  # the decode side has read a slot
 
 
 class Frame(NamedTuple):
@@ -148,6 +153,14 @@ class Prompt(NamedTuple):
 
 def entries_head(entries: Iterable[tuple[int, int]]) -> bytes:
     return b"".join(ENTRY.pack(group, index) for group, index in entries)
+
+
+def read_slot(frame: Frame) -> tuple[tuple[int, int], Frame]:
+    """((number, bytes) of the slot in which blocks lie, the frame as if they had come in it)"""
+    if len(frame.head) < SLOT.size:
+        raise PeerGone("it sent blocks without saying where")
+    number, size = SLOT.unpack_from(frame.head)
+    return (number, size), frame._replace(head=frame.head[SLOT.size :])
 
 
 def read_entries(frame: Frame) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ import torch
 from armillary.engine.disaggregation import wire
 from armillary.engine.disaggregation.prefill_side import PrefillSide
 from armillary.engine.disaggregation.roles import connect
+from armillary.engine.disaggregation.shared_memory import SharedFrames, SharedSlots
 from armillary.engine.disaggregation.wire import Frame, FrameType, PeerGone, Prompt
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.llm import LLM
@@ -170,8 +172,33 @@ Expected = dict[str, list[list[int]]]
 Folders = dict[str, Path]
 
 
+class Taken:
+    """Slots of shared memory that blocks were written into."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, take = 0, SharedSlots.take
+
+        def counted(slots: SharedSlots) -> tuple[int, torch.Tensor] | None:
+            slot = take(slots)
+            self.count += slot is not None
+            return slot
+
+        monkeypatch.setattr(SharedSlots, "take", counted)
+
+
+@pytest.fixture(params=["shared", "sent"])
+def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Taken | None:
+    """None: blocks go over the connection, as between two hosts."""
+    if request.param == "sent":
+        monkeypatch.setattr(SharedFrames, "opened", classmethod(lambda cls, offer: None))
+        return None
+    return Taken(monkeypatch)
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_two_engines_give_the_tokens_of_one(name: str, folders: Folders, expected: Expected) -> None:
+def test_two_engines_give_the_tokens_of_one(
+    name: str, taken: Taken | None, folders: Folders, expected: Expected
+) -> None:
     with pair(folders[name]) as (prefill, decode):
         assert decode.tokens(PROMPTS) == expected[name]
         assert decode.gauge("kv_fetched_total") >= 4 and not decode.gauge("kv_fetch_failed_total")
@@ -181,6 +208,7 @@ def test_two_engines_give_the_tokens_of_one(name: str, folders: Folders, expecte
         assert decode.tokens(PROMPTS) == expected[name]  # from its own cache
         if name != "windows":  # which are sent again
             assert decode.gauge("kv_received_bytes_total") == received
+        assert taken is None or taken.count >= 4
         prefill.checked()
         decode.checked()
 
@@ -198,6 +226,53 @@ def test_blocks_are_sent_after_every_chunk(folders: Folders) -> None:
         assert not frame.head and {sent.number for sent in frames} == {7}
         chunks = [[index for _, index in wire.read_entries(sent)] for sent in frames if sent.entries]
         assert len(chunks) >= 4 and list(chain.from_iterable(chunks)) == list(range(2, 22))  # 88 tokens, 24 per step
+        prefill.checked()
+
+
+def test_with_no_more_shared_memory_blocks_go_over_the_connection(
+    folders: Folders, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrefillSide, "slots", lambda side: SharedSlots(4096, 4096))
+    monkeypatch.setattr(SharedSlots, "give_back", lambda slots, number: None)
+    taken = Taken(monkeypatch)
+    with pair(folders["dense"]) as (prefill, decode):
+        monkeypatch.setattr(prefill.part, "_at_once", 1)
+        assert decode.tokens(PROMPTS) == expected["dense"]
+        assert taken.count == 1 and decode.gauge("kv_fetched_total") >= 4
+
+
+def test_shared_memory_that_is_not_what_it_says(tmp_path: Path) -> None:
+    slots = SharedSlots(1000, 10_000)
+    pid, number, inode, size = slots.offer().split()
+    wrong = [b"", b"1 2 3", b"1 -2 3 4096", b" ".join((pid, number, b"1" + inode, size))]
+    with (tmp_path / "file").open("w+b") as file:
+        wrong.append(f"{os.getpid()} {file.fileno()} {os.fstat(file.fileno()).st_ino} 4096".encode())
+        assert [SharedFrames.opened(each) for each in wrong] == [None] * len(wrong)
+    frames = SharedFrames.opened(slots.offer())
+    assert frames is not None and slots.take() is None
+    slots.accepted()
+    slot = slots.take()
+    assert slot is not None
+    slot[1][:3] = torch.tensor([1, 2, 3])
+    assert bytes(frames.frame(slot[0], 3)) == b"\1\2\3"
+    for place in ((slot[0] + 1, 3), (slot[0], 4097)):
+        with pytest.raises(PeerGone, match="memory that is not there"):
+            frames.frame(*place)
+    frames.close()
+    slots.close()
+    assert slots.take() is None
+
+
+def test_a_decode_side_that_frees_what_it_does_not_have_is_gone(folders: Folders) -> None:
+    with side(folders["dense"], "prefill", free_address()) as prefill:
+        assert isinstance(prefill.part, PrefillSide)
+        with socket.create_connection(prefill.part.address, timeout=10) as sock:
+            wire.send(sock, wire.hello(prefill.part.fingerprint))
+            assert SharedFrames.opened(bytes(wire.receive(sock).head)) is not None
+            wire.send(sock, Frame(FrameType.SHARE))
+            wire.send(sock, Frame(FrameType.FREE, 3))
+            with pytest.raises(PeerGone):
+                wire.receive(sock)
         prefill.checked()
 
 
