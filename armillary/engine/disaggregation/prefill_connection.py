@@ -78,12 +78,12 @@ class PrefillConnection:
     def connect(self) -> None:
         """Connect, and again whenever the connection ends. BadInput where the prefill server refuses; one that does not
         answer may come later."""
-        made: tuple[socket.socket, bytes] | None = None
+        connected: tuple[socket.socket, bytes] | None = None
         try:
-            made = self._connected()
+            connected = self._connected()
         except PeerGone as error:
             self._say(str(error))
-        threading.Thread(target=self._run, args=(made,), name="kv-receive", daemon=True).start()
+        threading.Thread(target=self._run, args=(connected,), name="kv-receive", daemon=True).start()
 
     def close(self) -> None:
         self._stopped.set()
@@ -109,14 +109,14 @@ class PrefillConnection:
             raise BadInput(f"the prefill server at {self._address} refuses: {why}; start both with the same settings")
         return sock, bytes(answer.head)
 
-    def _run(self, made: tuple[socket.socket, bytes] | None) -> None:
+    def _run(self, connected: tuple[socket.socket, bytes] | None) -> None:
         """In a thread: connect and receive, until the end."""
         while not self._stopped.is_set():
             try:
-                self._receive(*(made or self._connected()))
+                self._receive(*(connected or self._connected()))
             except (PeerGone, BadInput) as error:
                 self._say(str(error))
-            made = None
+            connected = None
             self._stopped.wait(_RETRY_S)
 
     def _receive(self, sock: socket.socket, offer: bytes) -> None:
