@@ -66,6 +66,12 @@ def _simplicial(
     q, (B, T, N, _) = unit_stride(q), q.shape
     tiles, tma = simplicial_tiles("forward", q), can_copy(k2, v2)
     sizes, blocks = _sizes(tiles, q, k2, window_1)
+    hopper = _for_hopper("forward", q, k2, v2, heads=128) if k2.shape[2] * 128 == N else None
+    if hopper is not None:
+        begins = None if documents is None else run_begins(documents).int()
+        with on(q):
+            hopper.forward(q, (k1, k2), (v1, v2), (out, lse), begins, (scale * _LOG2E, window_1, window_2))
+        return out, lse
     with on(q):
         forward_kernel[(T, k2.shape[2] * blocks, B)](
             q,
@@ -103,6 +109,19 @@ def _empty(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window_1: int, window_2: int
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+HOPPER_KERNELS: set[str] = set()
+"""kernels of wgmma.py that run instead of Triton's where they can: none is timed yet"""
+
+
+def _for_hopper(kernel: str, q: Tensor, k2: Tensor, v2: Tensor, *, heads: int) -> Any:
+    """The module that launches a kernel written for Hopper, where that may run."""
+    if kernel not in HOPPER_KERNELS:
+        return None
+    from armillary.kernels.simplicial import wgmma
+
+    return None if wgmma.why_not(q, k2, heads) or wgmma.why_not(q, v2, heads) else wgmma
 
 
 def _ordered(
@@ -206,32 +225,36 @@ def _query_gradients(
     step = min(T, max(1, _MOST_SHARES_BYTES // (4 * B * K * blocks * window_1 * 2 * D)))
     shares = q.new_empty(B * step * K * blocks * window_1 * 2 * D, dtype=torch.float32)
     grad, lse, delta, begins = shared
+    hopper = _for_hopper("query", q, k2, v2, heads=128) if K * 128 == N else None
     for begin in range(0, T, step):
         end = min(T, begin + step)
-        query_kernel[(end - begin, K * blocks, B)](
-            q,
-            k1,
-            v1,
-            *sources,
-            grad,
-            lse,
-            delta,
-            begins,
-            dq,
-            shares,
-            *q.stride()[:3],
-            *k2.stride()[:3],
-            *v2.stride()[:3],
-            begin,
-            T,
-            N,
-            N // K,
-            *factors,
-            DOCS=begins is not None,
-            STAGES=tiles.stages,
-            TMA=tma,
-            **sizes,
-        )
+        if hopper is not None:
+            hopper.query_gradients(q, keys, values, shared, (dq, shares), (begin, end), factors)
+        else:
+            query_kernel[(end - begin, K * blocks, B)](
+                q,
+                k1,
+                v1,
+                *sources,
+                grad,
+                lse,
+                delta,
+                begins,
+                dq,
+                shares,
+                *q.stride()[:3],
+                *k2.stride()[:3],
+                *v2.stride()[:3],
+                begin,
+                T,
+                N,
+                N // K,
+                *factors,
+                DOCS=begins is not None,
+                STAGES=tiles.stages,
+                TMA=tma,
+                **sizes,
+            )
         num_keys = end - max(0, begin - window_1 + 1)
         first_kernel[(ceil_div(num_keys, _FIRST_KEYS), 2 * K, B)](
             shares,
@@ -267,32 +290,36 @@ def _second_gradients(
     (k1, k2), (v1, v2), (B, T, N, _) = keys, values, q.shape
     tiles = simplicial_tiles("second", q)
     sizes, _ = _sizes(tiles, q, k2, factors[2])
+    hopper = _for_hopper("second", q, k2, v2, heads=64)
     splits = _splits(q, ceil_div(T, tiles.keys) * k2.shape[2] * B)
     own = 1 - swapped
     wanted = [dk[:, :, own::2], dv[:, :, own::2]]
     outputs = wanted if splits == 1 else [x.new_empty(splits, *x.shape, dtype=torch.float32) for x in wanted]
     strides = (0, *outputs[0].stride()[:3]) if splits == 1 else outputs[0].stride()[:4]
-    second_kernel[(ceil_div(T, tiles.keys), k2.shape[2] * splits, B)](
-        q,
-        k1,
-        v1,
-        k2,
-        v2,
-        *shared,
-        ends,
-        *outputs,
-        *q.stride()[:3],
-        *k2.stride()[:3],
-        *v2.stride()[:3],
-        *strides,
-        T,
-        N,
-        N // k2.shape[2],
-        *factors,
-        splits,
-        DOCS=ends is not None,
-        **sizes,
-    )
+    if hopper is not None:
+        hopper.second_gradients(q, keys, values, shared, ends, outputs, strides, factors, splits)
+    else:
+        second_kernel[(ceil_div(T, tiles.keys), k2.shape[2] * splits, B)](
+            q,
+            k1,
+            v1,
+            k2,
+            v2,
+            *shared,
+            ends,
+            *outputs,
+            *q.stride()[:3],
+            *k2.stride()[:3],
+            *v2.stride()[:3],
+            *strides,
+            T,
+            N,
+            N // k2.shape[2],
+            *factors,
+            splits,
+            DOCS=ends is not None,
+            **sizes,
+        )
     if splits > 1:
         for target, parts in zip(wanted, outputs, strict=True):
             target.copy_(parts.sum(0))
