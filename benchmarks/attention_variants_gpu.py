@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, AttentionCase]] = {
     "block-sparse": ("triton", replace(SHORT, sparse=True)),
     "sinks, full": ("triton", replace(DENSE, sinks=True)),
     "dense, heads of 64": ("triton", replace(DENSE, heads=64, head_dim=64)),
-    "sinks, window 128": ("triton", replace(SHORT, batch=1, heads=64, head_dim=64, window=128, sinks=True)),
+    "sinks, window 128": ("triton", replace(SHORT, batch=8, heads=64, head_dim=64, window=128, sinks=True)),
 }
 BOUND_BY_MEMORY = ("sinks, window 128",)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -254,9 +254,17 @@ def lora(rows: int, slots: int = 64, rank: int = 16, dtype: torch.dtype = BF16) 
     add_lora(y, x, a, b, part, lora_rows(torch.arange(rows) % slots, slots))
 
 
-def simplicial(heads: int, dtype: torch.dtype = BF16) -> None:
+def large_linear(*, residual: bool) -> None:
+    from armillary.kernels.gemm.large_linear_wgmma import large_linear as run
+
+    x, weight, y = (torch.zeros(m, n, dtype=BF16) for m, n in ((1000, 520), (776, 520), (1000, 776)))
+    run(x, weight, y[0], "silu", y) if residual else run(x, weight)
+
+
+def simplicial(heads: int, dtype: torch.dtype = BF16, *, kernels: Iterable[str] = ()) -> None:
     from armillary.kernels.simplicial import simplicial_triton as launches
 
+    launches.HOPPER_KERNELS = set(kernels)
     q, kv = torch.zeros(1, 300, heads, 128, dtype=dtype), torch.zeros(1, 300, 2, 128, dtype=dtype)
     windows = (None, 0.1, 32, 512)
     out, lse = launches._simplicial(q, kv, kv, *windows)
@@ -265,6 +273,9 @@ def simplicial(heads: int, dtype: torch.dtype = BF16) -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     **{f"2-simplicial, {heads} heads": lambda heads=heads: simplicial(heads) for heads in (4, 128)},
+    "2-simplicial, Hopper": lambda: simplicial(128, kernels=("forward", "query", "second")),
+    "large linear, Hopper": lambda: large_linear(residual=False),
+    "large linear with residual, Hopper": lambda: large_linear(residual=True),
     "2-simplicial, fp32": lambda: simplicial(8, FP32),
     "delta rows, decoding": lambda: delta_rows(1),
     "delta rows, prompts": lambda: delta_rows(3),
@@ -335,8 +346,8 @@ CASES: dict[str, Callable[[], None]] = {
     "adapters, fp32": lambda: lora(256, dtype=FP32),
     "adapters, rank 64": lambda: lora(2048, rank=64),
 }
-NEEDS = {"tma": (9, 0), "fp8": (8, 9)}
-"""words of a case's name -> compute capability from which a chip is offered it"""
+NEEDS = {"tma": (9, 0), "fp8": (8, 9), "Hopper": (9, 0)}
+"""words of a case's name -> compute capability from which a chip is offered it; Hopper's own are for no other"""
 
 
 def main(number: str, *names: str) -> None:
@@ -345,6 +356,8 @@ def main(number: str, *names: str) -> None:
     found: dict[str, Any] = {}
     for name in names or CASES:
         if any(word in name and capability < least for word, least in NEEDS.items()):
+            continue
+        if "Hopper" in name and capability != NEEDS["Hopper"]:
             continue
         compiled.clear()
         try:

@@ -82,7 +82,9 @@ def _attention(
     sinks, slopes = dense(sinks), dense(slopes)
     (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
     tiles = attention_tiles("forward", q, packed=documents is not None, window=window)
-    flags, mask, lists = mask_arguments(documents, blocks, window, softcap, causal, slopes, T, S, tiles.keys)
+    flags, mask, lists = mask_arguments(
+        documents, blocks, window, softcap, causal, slopes, T, S, tiles.keys, ends=False
+    )
     listed, counts = lists.by_query if lists else (lse, lse)
     tma = can_copy(k, v)
     k_src, v_src = (described(x, tiles.keys) if tma else x for x in (k, v))
@@ -181,7 +183,9 @@ def _attention_backward(
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3])
         sizes = (T, S, N, N // K, *_scales(scale, softcap), window)
         tiles = attention_tiles("key", q, window=window)
-        flags, mask, lists = mask_arguments(documents, blocks, window, softcap, causal, slopes, T, S, tiles.queries)
+        flags, mask, lists = mask_arguments(
+            documents, blocks, window, softcap, causal, slopes, T, S, tiles.queries, ends=True
+        )
         listed, counts = lists.by_key if lists else (lse, lse)
         tma = can_copy(q, grad)
         q_src, grad_src = (described(x, tiles.queries) if tma else x for x in (q, grad))

@@ -15,7 +15,7 @@ from torch import Tensor
 from armillary.kernels.attention.attention import BLOCK
 from armillary.kernels.core.launch import on, power_of_two
 
-_LONGEST_BLOCK = 4096
+_LONGEST_BLOCK = 8192
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,17 @@ class Runs:
     run_end: Tensor | None = None  # one past the last token of its run
 
 
-def document_runs(documents_BT: Tensor) -> Runs:
+def document_runs(documents_BT: Tensor, *, ends: bool = True) -> Runs:
+    """`ends`: whether ends are asked for, as the backward pass does; without, they are not written."""
     documents = documents_BT.contiguous()
     batch, length = documents.shape
     short, begin, run, end, run_end = (torch.empty_like(documents, dtype=torch.int32) for _ in range(5))
     block = min(_LONGEST_BLOCK, max(32, power_of_two(length)))
     if documents.numel():
         with on(documents):
-            runs_kernel[(batch,)](documents, short, begin, run, end, run_end, length, BLOCK=block, num_warps=8)
+            runs_kernel[(batch,)](
+                documents, short, begin, run, end, run_end, length, BLOCK=block, ENDS=ends, num_warps=16
+            )
     return Runs(short, begin, run, end, run_end)
 
 
@@ -51,7 +54,9 @@ def _smaller(a, b):
 
 
 @triton.jit
-def runs_kernel(doc_ptr, short_ptr, begin_ptr, run_ptr, end_ptr, run_end_ptr, T, BLOCK: tl.constexpr):
+def runs_kernel(
+    doc_ptr, short_ptr, begin_ptr, run_ptr, end_ptr, run_end_ptr, T, BLOCK: tl.constexpr, ENDS: tl.constexpr
+):
     """One program per row: does any number decrease; then starts from the left, then ends from the right."""
     row = tl.program_id(0).to(tl.int64) * T
     index = tl.arange(0, BLOCK)
@@ -77,7 +82,7 @@ def runs_kernel(doc_ptr, short_ptr, begin_ptr, run_ptr, end_ptr, run_end_ptr, T,
         tl.store(begin_ptr + row + at, tl.where(broken, 0, run), mask=at < T)
         latest = tl.maximum(latest, tl.max(run, 0))
     soonest = tl.zeros((1,), tl.int32) + T
-    for i in range(blocks):
+    for i in range(blocks if ENDS else 0):
         at = (blocks - 1 - i) * BLOCK + index
         inside = at + 1 < T
         doc = tl.load(doc_ptr + row + at, mask=inside, other=0)
@@ -94,10 +99,46 @@ def runs_kernel(doc_ptr, short_ptr, begin_ptr, run_ptr, end_ptr, run_end_ptr, T,
 
 @dataclass(frozen=True)
 class Lists:
-    """Blocks to visit, the allowed ones first, and their number."""
+    """Blocks of keys to visit per block of queries, or the other way round: those without a masked pair first, then the
+    others, and the numbers of both. Lists are made when they are asked for: a kernel takes one of the two."""
 
-    by_query: tuple[Tensor, Tensor]
-    by_key: tuple[Tensor, Tensor]
+    blocks_XY: Tensor
+    plain: bool  # whether causality and the ends of the sequences are all that hides pairs of an allowed block
+    causal: bool
+    T: int
+    S: int
+
+    @property
+    def by_query(self) -> tuple[Tensor, Tensor]:
+        """(lists [X, Y], numbers [X, 2])."""
+        return self._listed(self.blocks_XY, by_key=False)
+
+    @property
+    def by_key(self) -> tuple[Tensor, Tensor]:
+        """(lists [Y, X], numbers [Y, 2])."""
+        return self._listed(self.blocks_XY.t(), by_key=True)
+
+    def _listed(self, blocks: Tensor, *, by_key: bool) -> tuple[Tensor, Tensor]:
+        rows, columns = blocks.shape
+        lists = torch.empty(rows, columns, dtype=torch.int32, device=blocks.device)
+        counts = torch.empty(rows, 2, dtype=torch.int32, device=blocks.device)
+        with on(blocks):
+            lists_kernel[(rows,)](
+                blocks,
+                lists,
+                counts,
+                *blocks.stride(),
+                columns,
+                self.T,
+                self.S,
+                PLAIN=self.plain,
+                CAUSAL=self.causal,
+                BY_KEY=by_key,
+                SIZE=BLOCK,
+                COLUMNS=power_of_two(columns),
+                num_warps=4,
+            )
+        return lists, counts
 
 
 def mask_arguments(
@@ -110,6 +151,8 @@ def mask_arguments(
     T: int,
     S: int,
     step: int,
+    *,
+    ends: bool,
 ) -> tuple[dict[str, Any], Runs, Lists | None]:
     """The kernels' flags, ranges and lists; `step` is the number of tokens that a kernel advances along a list at a
     time."""
@@ -121,18 +164,41 @@ def mask_arguments(
         "CAPPED": softcap != 0.0,
         "LISTED": 0 if blocks is None else BLOCK // step,
     }
-    runs = Runs() if documents is None else document_runs(documents)
-    return flags, runs, None if blocks is None else _lists(blocks, causal, T, S)
+    runs = Runs() if documents is None else document_runs(documents, ends=ends)
+    if blocks is None:
+        return flags, runs, None
+    return flags, runs, Lists(blocks.bool(), not flags["WINDOW"] and documents is None, causal, T, S)
 
 
-def _lists(blocks_XY: Tensor, causal: bool, T: int, S: int) -> Lists:
-    blocks = blocks_XY.bool()
-    if causal:  # blocks that lie entirely after the queries are left out
-        last = (torch.arange(blocks.shape[0], device=blocks.device) + 1) * BLOCK - 1 + S - T
-        blocks = blocks & (torch.arange(blocks.shape[1], device=blocks.device) * BLOCK <= last[:, None])
-    return Lists(_list(blocks), _list(blocks.t()))
-
-
-def _list(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    order = blocks.int().argsort(dim=1, descending=True, stable=True)
-    return order.int().contiguous(), blocks.sum(1).int()
+@triton.jit(do_not_specialize=["columns", "T", "S"])
+def lists_kernel(
+    blocks_ptr,
+    list_ptr,
+    count_ptr,
+    row_stride,
+    column_stride,
+    columns,
+    T,
+    S,
+    PLAIN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BY_KEY: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program per row of a list; blocks that lie entirely after the queries are left out."""
+    row, column = tl.program_id(0), tl.arange(0, COLUMNS)
+    inside = column < columns
+    allowed = tl.load(blocks_ptr + row * row_stride + column * column_stride, mask=inside, other=0) != 0
+    query = (column if BY_KEY else row) * SIZE
+    key = (row if BY_KEY else column) * SIZE
+    full = (query + SIZE <= T) & (key + SIZE <= S) & PLAIN
+    if CAUSAL:
+        allowed = allowed & (key <= query + SIZE - 1 + S - T)
+        full = full & (key + SIZE - 1 <= query + S - T)
+    full, partial = (allowed & full).to(tl.int32), (allowed & (full == 0)).to(tl.int32)
+    num_full = tl.sum(full, 0)
+    at = tl.where(full > 0, tl.cumsum(full, 0), num_full + tl.cumsum(partial, 0)) - 1
+    tl.store(list_ptr + row * columns + at, column, mask=(full + partial) > 0)
+    tl.store(count_ptr + 2 * row, num_full)
+    tl.store(count_ptr + 2 * row + 1, num_full + tl.sum(partial, 0))

@@ -23,6 +23,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from armillary.kernels.core.launch import as_rows, ceil_div, num_programs, on
 
+_all_arrive = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name until triton 3.6, and since
+
 # M rows, N columns of the weight's transpose, K inputs; a ring has STAGES tiles of each operand
 
 
@@ -111,7 +113,7 @@ def _multiply_tiles(
         out_row = (row * CONSUMERS + PART) * ROWS
         if RESIDUAL:  # into the place of the previous output tile, once that has left
             tma.store_wait(0)
-            gl.thread_barrier()
+            _all_arrive()
             mbarrier.expect(residual_ready, residual_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(residual_desc, [out_row, column * COLUMNS], residual_ready, out_tile)
         mbarrier.wait(ready.index(stage), phase)
@@ -154,22 +156,22 @@ def _multiply_tiles(
         if SPLIT == 1:
             if not RESIDUAL:
                 tma.store_wait(0)
-                gl.thread_barrier()
+                _all_arrive()
             out_tile.store(y.to(kind))
             fence_async_shared()
-            gl.thread_barrier()
+            _all_arrive()
             tma.async_copy_shared_to_global(out_desc, [out_row, column * COLUMNS], out_tile)
         else:
             left, right = gl.permute(gl.reshape(y, [ROWS, 2, WIDTH]), (0, 2, 1)).split()
             for half in gl.static_range(2):
                 tma.store_wait(0)
-                gl.thread_barrier()
+                _all_arrive()
                 if half == 0:
                     out_tile.store(left.to(kind))
                 else:
                     out_tile.store(right.to(kind))
                 fence_async_shared()
-                gl.thread_barrier()
+                _all_arrive()
                 tma.async_copy_shared_to_global(out_desc, [out_row, column * COLUMNS + half * WIDTH], out_tile)
     tma.store_wait(0)
 

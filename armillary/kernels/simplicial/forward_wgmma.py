@@ -44,7 +44,7 @@ def _copy_second(sources, rings, barriers, place, first_1, first_2, token, BLOCK
 @gluon.jit
 def _multiply_in(products, buffer, q_tile, k1_ptr, k_s, first, LAYOUT: gl.constexpr):
     """q ⊙ k1 of one first key into shared memory, rounded once."""
-    k1 = gl.load(k1_ptr + first.to(gl.int64) * k_s + gl.arange(0, q_tile.shape[1], gl.SliceLayout(0, LAYOUT)))
+    k1 = gl.load(k1_ptr + first * k_s + gl.arange(0, q_tile.shape[1], gl.SliceLayout(0, LAYOUT)))
     product = q_tile.load(LAYOUT).to(gl.float32) * k1.to(gl.float32)[None, :]
     products.index(buffer).store(product.to(q_tile.dtype))
     fence_async_shared()
@@ -141,7 +141,7 @@ def _attend(
                 stage = 0
                 phase ^= 1
         buffer ^= 1
-        v1 = gl.load(v1_ptr + first.to(gl.int64) * v_s + sum_d).to(gl.float32)
+        v1 = gl.load(v1_ptr + first * v_s + sum_d).to(gl.float32)
         rescale = gl.convert_layout(gl.exp2(before - top), gl.SliceLayout(1, SUMS))
         sums = sums * rescale[:, None] + mixed * v1[None, :]
     result = sums * (1.0 / gl.convert_layout(total, gl.SliceLayout(1, SUMS)))[:, None]
@@ -218,7 +218,7 @@ def forward_wgmma(
         lse_ptr + at,
     )
     rings, barriers = (keys, values), (keys_ready, keys_free, values_ready, values_free, turns)
-    strides, place = (q_n, k_s, v_s), (batch * T, kv_head * k_h, kv_head * v_h)
+    strides, place = (q_n, k_s.to(gl.int64), v_s.to(gl.int64)), (batch * T, kv_head * k_h, kv_head * v_h)
     gl.warp_specialize(
         [
             (

@@ -91,7 +91,7 @@ def _query_gradients(
     dq_tile.store(gl.zeros([ROWS, D], gl.float32, SUMS))
     stage, phase, v_stage, v_phase = 0, 0, 0, 0
     for first in range(first_1, token + 1):
-        k1_at, v1_at = k1_ptr + first.to(gl.int64) * k_s, v1_ptr + first.to(gl.int64) * v_s
+        k1_at, v1_at = k1_ptr + first * k_s, v1_ptr + first * v_s
         product_tile.store(gl.load(q_ptr + q_at) * gl.load(k1_at + loaded_d)[None, :])
         dproduct_tile.store(gl.load(grad_ptr + grad_at) * gl.load(v1_at + loaded_d)[None, :])
         fence_async_shared()
@@ -224,7 +224,7 @@ def query_wgmma(
         dq_ptr + at * D,
     )
     rings, barriers = (keys, values), (keys_ready, keys_free, values_ready, values_free)
-    strides, span, scales = (q_n, k_s, v_s), (first_1, first_2, token), (scale, scale2)
+    strides, span, scales = (q_n, k_s.to(gl.int64), v_s.to(gl.int64)), (first_1, first_2, token), (scale, scale2)
     gl.warp_specialize(
         [
             (

@@ -57,14 +57,14 @@ def _multiply_first(
     for token in range(first_token, end_token):
         first_1, _ = _windows(begin_ptr, row_0 + token, token, window_1, window_2, DOCS)
         for block in range(blocks):
-            q_at = q_ptr + token.to(gl.int64) * q_t + block * ROWS * q_n
-            at = (row_0 + token).to(gl.int64) * N + block * ROWS
+            q_at = q_ptr + token * q_t + block * ROWS * q_n
+            at = (row_0 + token) * N + block * ROWS
             q_tile.store(gl.load(q_at + head[:, None] * q_n + d[None, :]))
             grad_tile.store(gl.load(grad_ptr + at * D + head[:, None] * D + d[None, :]))
             lse, delta = gl.load(lse_ptr + at + line), gl.load(delta_ptr + at + line)
             for first in range(first_1, token + 1):
-                k1 = gl.load(k1_ptr + first.to(gl.int64) * k_s + d)
-                v1 = gl.load(v1_ptr + first.to(gl.int64) * v_s + d)
+                k1 = gl.load(k1_ptr + first * k_s + d)
+                v1 = gl.load(v1_ptr + first * v_s + d)
                 mbarrier.wait(free.index(stage), phase)
                 products.index(stage).store(q_tile.load(TILE) * k1[None, :])
                 dproducts.index(stage).store(grad_tile.load(TILE) * v1[None, :])
@@ -311,9 +311,9 @@ def second_wgmma(
                     rings,
                     barriers,
                     sources,
-                    (q_t, q_n, k_s, v_s),
+                    (q_t.to(gl.int64), q_n, k_s.to(gl.int64), v_s.to(gl.int64)),
                     (begin, end, row_0),
-                    (N, blocks, window_1, window_2),
+                    (N.to(gl.int64), blocks, window_1, window_2),
                     ROWS,
                     D,
                     STAGES,
