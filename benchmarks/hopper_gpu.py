@@ -42,11 +42,11 @@ def gemm(**tiles: int) -> Callable[[], dict[str, Any]]:
     return run
 
 
-def forward(keys: int, stages: int, turns: int) -> Callable[[], dict[str, Any]]:
+def forward(keys: int, stages: int, ping_pong: int) -> Callable[[], dict[str, Any]]:
     def run() -> dict[str, Any]:
         from armillary.kernels.simplicial import wgmma
 
-        wgmma.FORWARD_TILES = wgmma.ForwardTiles(keys, stages, turns)
+        wgmma.FORWARD_TILES = wgmma.ForwardTiles(keys, stages, ping_pong)
         return simplicial({"forward"}, "forward")
 
     return run
@@ -123,8 +123,8 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "gemm 2 × 4, groups of 16": gemm(group=16),
     "gemm residual": gemm(residual=1),
     "forward 128, free": forward(128, 2, 0),
-    "forward 128, scores in turn": forward(128, 2, 1),
-    "forward 128, all in turn": forward(128, 2, 2),
+    "forward 128, scores ping-pong": forward(128, 2, 1),
+    "forward 128, all ping-pong": forward(128, 2, 2),
     "forward 64, free": forward(64, 4, 0),
     "second 3 × 224": second(3, 224),
     "second 2 × 224": second(2, 224),

@@ -42,18 +42,18 @@ def _copy_second(sources, rings, barriers, place, first_1, first_2, token, BLOCK
 
 
 @gluon.jit
-def _multiply_in(products, buffer, q_tile, k1_ptr, k_s, first, LAYOUT: gl.constexpr):
+def _multiply_in(q_k1, buffer, q_tile, k1_ptr, k_s, first, LAYOUT: gl.constexpr):
     """q ⊙ k1 of one first key into shared memory, rounded once."""
     k1 = gl.load(k1_ptr + first * k_s + gl.arange(0, q_tile.shape[1], gl.SliceLayout(0, LAYOUT)))
     product = q_tile.load(LAYOUT).to(gl.float32) * k1.to(gl.float32)[None, :]
-    products.index(buffer).store(product.to(q_tile.dtype))
+    q_k1.index(buffer).store(product.to(q_tile.dtype))
     fence_async_shared()
 
 
 @gluon.jit
 def _attend(
     q_tile,
-    products,
+    q_k1,
     rings,
     barriers,
     pointers,
@@ -64,12 +64,12 @@ def _attend(
     scale2,
     PART: gl.constexpr,
     STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
-    """The heads of one token from PART · ROWS on. TURNS: the two partitions use the tensor cores in turn, 1: for
-    scores, 2: for everything."""
+    """The heads of one token from PART · ROWS on. PING_PONG: the two partitions take the tensor cores alternately, 1:
+    for scores, 2: for everything."""
     keys, values = rings
-    keys_ready, keys_free, values_ready, values_free, turns = barriers
+    keys_ready, keys_free, values_ready, values_free, order = barriers
     q_ptr, k1_ptr, v1_ptr, out_ptr, lse_ptr = pointers
     q_n, k_s, v_s = strides
     ROWS: gl.constexpr = q_tile.shape[0]
@@ -84,27 +84,27 @@ def _attend(
     head = PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LOADED))
     d = gl.arange(0, D, gl.SliceLayout(0, LOADED))
     q_tile.store(gl.load(q_ptr + head[:, None] * q_n + d[None, :]))
-    _multiply_in(products, 0, q_tile, k1_ptr, k_s, first_1, LOADED)
+    _multiply_in(q_k1, 0, q_tile, k1_ptr, k_s, first_1, LOADED)
     sum_d = gl.arange(0, D, gl.SliceLayout(0, SUMS))
     key = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
 
     top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
     sums = gl.zeros([ROWS, D], gl.float32, SUMS)
-    stage, phase, turn, buffer = 0, 0, 1 - PART, 0
+    stage, phase, order_phase, buffer = 0, 0, 1 - PART, 0
     for first in range(first_1, token + 1):
         before = top
         mixed = gl.zeros([ROWS, D], gl.float32, SUMS)
         for begin in range(first_2, token + 1, BLOCK):
             mbarrier.wait(keys_ready.index(stage), phase)
-            if TURNS == 1:
-                mbarrier.wait(turns.index(PART), turn)
-                turn ^= 1
-            if TURNS == 2:
-                mbarrier.wait(turns.index(PART), turn, pred=begin == first_2)
-                turn ^= (begin == first_2).to(gl.int32)
+            if PING_PONG == 1:
+                mbarrier.wait(order.index(PART), order_phase)
+                order_phase ^= 1
+            if PING_PONG == 2:
+                mbarrier.wait(order.index(PART), order_phase, pred=begin == first_2)
+                order_phase ^= (begin == first_2).to(gl.int32)
             scores_async = warpgroup_mma(
-                products.index(buffer),
+                q_k1.index(buffer),
                 keys.index(stage).permute((1, 0)),
                 gl.zeros([ROWS, BLOCK], gl.float32, SCORES),
                 use_acc=False,
@@ -112,11 +112,11 @@ def _attend(
             )
             is_last = begin + BLOCK > token
             if is_last & (first < token):
-                _multiply_in(products, 1 - buffer, q_tile, k1_ptr, k_s, first + 1, LOADED)
+                _multiply_in(q_k1, 1 - buffer, q_tile, k1_ptr, k_s, first + 1, LOADED)
             scores = warpgroup_mma_wait(0, deps=[scores_async])
             mbarrier.arrive(keys_free.index(stage), count=1)
-            if TURNS > 0:
-                mbarrier.arrive(turns.index(1 - PART), count=1)
+            if PING_PONG > 0:
+                mbarrier.arrive(order.index(1 - PART), count=1)
             if begin + BLOCK > token + 1:
                 scores = gl.where((begin + key <= token)[None, :], scores, float("-inf"))
             new_top = gl.maximum(top, gl.max(scores, 1) * scale2)
@@ -126,16 +126,16 @@ def _attend(
             top = new_top
             mixed = mixed * gl.convert_layout(rescale, gl.SliceLayout(1, SUMS))[:, None]
             mbarrier.wait(values_ready.index(stage), phase)
-            if TURNS == 2:
-                mbarrier.wait(turns.index(PART), turn)
-                turn ^= 1
+            if PING_PONG == 2:
+                mbarrier.wait(order.index(PART), order_phase)
+                order_phase ^= 1
             mixed_async = warpgroup_mma(
                 gl.convert_layout(weights.to(kind), WEIGHT), values.index(stage), mixed, is_async=True
             )
             mixed = warpgroup_mma_wait(0, deps=[mixed_async])
             mbarrier.arrive(values_free.index(stage), count=1)
-            if TURNS == 2:
-                mbarrier.arrive(turns.index(1 - PART), count=1, pred=is_last)
+            if PING_PONG == 2:
+                mbarrier.arrive(order.index(1 - PART), count=1, pred=is_last)
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -179,7 +179,7 @@ def forward_wgmma(
     D: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
+    PING_PONG: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Arguments as of `forward_triton.forward_kernel`; a KV head has 2 · ROWS query heads."""
@@ -189,20 +189,20 @@ def forward_wgmma(
     keys = gl.allocate_shared_memory(kind, [STAGES, BLOCK, D], k2_desc.layout)
     values = gl.allocate_shared_memory(kind, [STAGES, BLOCK, D], v2_desc.layout)
     q_tiles = gl.allocate_shared_memory(kind, [2, ROWS, D], TILE)
-    first_products = gl.allocate_shared_memory(kind, [2, ROWS, D], TILE)
-    second_products = gl.allocate_shared_memory(kind, [2, ROWS, D], TILE)
+    q_k1_0 = gl.allocate_shared_memory(kind, [2, ROWS, D], TILE)
+    q_k1_1 = gl.allocate_shared_memory(kind, [2, ROWS, D], TILE)
     keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     values_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(keys_ready.index(stage), count=1)
         mbarrier.init(keys_free.index(stage), count=2)
         mbarrier.init(values_ready.index(stage), count=1)
         mbarrier.init(values_free.index(stage), count=2)
     for part in gl.static_range(2):
-        mbarrier.init(turns.index(part), count=1)
+        mbarrier.init(order.index(part), count=1)
     fence_async_shared()
     first_1, first_2 = gl.maximum(0, token - window_1 + 1), gl.maximum(0, token - window_2 + 1)
     row = batch.to(gl.int64) * T + token
@@ -217,7 +217,7 @@ def forward_wgmma(
         out_ptr + at * D,
         lse_ptr + at,
     )
-    rings, barriers = (keys, values), (keys_ready, keys_free, values_ready, values_free, turns)
+    rings, barriers = (keys, values), (keys_ready, keys_free, values_ready, values_free, order)
     strides, place = (q_n, k_s.to(gl.int64), v_s.to(gl.int64)), (batch * T, kv_head * k_h, kv_head * v_h)
     gl.warp_specialize(
         [
@@ -225,7 +225,7 @@ def forward_wgmma(
                 _attend,
                 (
                     q_tiles.index(0),
-                    first_products,
+                    q_k1_0,
                     rings,
                     barriers,
                     pointers,
@@ -236,14 +236,14 @@ def forward_wgmma(
                     scale2,
                     0,
                     STAGES,
-                    TURNS,
+                    PING_PONG,
                 ),
             ),
             (
                 _attend,
                 (
                     q_tiles.index(1),
-                    second_products,
+                    q_k1_1,
                     rings,
                     barriers,
                     pointers,
@@ -254,7 +254,7 @@ def forward_wgmma(
                     scale2,
                     1,
                     STAGES,
-                    TURNS,
+                    PING_PONG,
                 ),
             ),
             (

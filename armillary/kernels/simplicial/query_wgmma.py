@@ -66,14 +66,14 @@ def _query_gradients(
     VALUE_STAGES: gl.constexpr,
 ):
     """The heads of one token from PART · ROWS on."""
-    product_tile, dproduct_tile, dq_tile = tiles
+    q_k1_tile, grad_v1_tile, dq_tile = tiles
     keys, values = rings
     keys_ready, keys_free, values_ready, values_free = barriers
     q_ptr, k1_ptr, v1_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr = pointers
     q_n, k_s, v_s = strides
     first_1, first_2, token = span
     scale, scale2 = scales
-    D: gl.constexpr = product_tile.shape[1]
+    D: gl.constexpr = q_k1_tile.shape[1]
     kind: gl.constexpr = keys.dtype
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK, 16])
@@ -92,15 +92,15 @@ def _query_gradients(
     stage, phase, v_stage, v_phase = 0, 0, 0, 0
     for first in range(first_1, token + 1):
         k1_at, v1_at = k1_ptr + first * k_s, v1_ptr + first * v_s
-        product_tile.store(gl.load(q_ptr + q_at) * gl.load(k1_at + loaded_d)[None, :])
-        dproduct_tile.store(gl.load(grad_ptr + grad_at) * gl.load(v1_at + loaded_d)[None, :])
+        q_k1_tile.store(gl.load(q_ptr + q_at) * gl.load(k1_at + loaded_d)[None, :])
+        grad_v1_tile.store(gl.load(grad_ptr + grad_at) * gl.load(v1_at + loaded_d)[None, :])
         fence_async_shared()
         dsk = gl.zeros([ROWS, D], gl.float32, SUMS)
         pv = gl.zeros([ROWS, D], gl.float32, SUMS)
         for begin in range(first_2, token + 1, BLOCK):
             mbarrier.wait(keys_ready.index(stage), phase)
             logits_async = warpgroup_mma(
-                product_tile,
+                q_k1_tile,
                 keys.index(stage).permute((1, 0)),
                 gl.zeros([ROWS, BLOCK], gl.float32, SCORES),
                 use_acc=False,
@@ -108,7 +108,7 @@ def _query_gradients(
             )
             mbarrier.wait(values_ready.index(v_stage), v_phase)
             dweights_async = warpgroup_mma(
-                dproduct_tile,
+                grad_v1_tile,
                 values.index(v_stage).permute((1, 0)),
                 gl.zeros([ROWS, BLOCK], gl.float32, SCORES),
                 use_acc=False,
@@ -192,8 +192,8 @@ def query_wgmma(
     WIDE: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 16, order=[1, 0])
     keys = gl.allocate_shared_memory(kind, [KEY_STAGES, BLOCK, D], k2_desc.layout)
     values = gl.allocate_shared_memory(kind, [VALUE_STAGES, BLOCK, D], v2_desc.layout)
-    products = gl.allocate_shared_memory(kind, [2, ROWS, D], TILE)
-    dproducts = gl.allocate_shared_memory(kind, [2, ROWS, D], TILE)
+    q_k1 = gl.allocate_shared_memory(kind, [2, ROWS, D], TILE)
+    grad_v1 = gl.allocate_shared_memory(kind, [2, ROWS, D], TILE)
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, ROWS, D], WIDE)
     keys_ready = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
     keys_free = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
@@ -230,7 +230,7 @@ def query_wgmma(
             (
                 _query_gradients,
                 (
-                    (products.index(0), dproducts.index(0), dq_tiles.index(0)),
+                    (q_k1.index(0), grad_v1.index(0), dq_tiles.index(0)),
                     rings,
                     barriers,
                     sources,
@@ -248,7 +248,7 @@ def query_wgmma(
             (
                 _query_gradients,
                 (
-                    (products.index(1), dproducts.index(1), dq_tiles.index(1)),
+                    (q_k1.index(1), grad_v1.index(1), dq_tiles.index(1)),
                     rings,
                     barriers,
                     sources,

@@ -2,7 +2,7 @@
 `backward_triton.second_kernel`.
 
 A partition multiplies queries by first keys, and gradients of the output by first values, into a ring in shared
-memory; two partitions of four warps own half of the keys each, score them against the products and sum up gradients.
+memory; two partitions of four warps own half of the keys each, score them against the q_k1 and sum up gradients.
 A partition skips the queries whose window has none of its keys.
 """
 
@@ -43,7 +43,7 @@ def _multiply_first(
 ):
     """The multiplying partition: q ⊙ k1 and dO ⊙ v1 of every query, ROWS heads and first key, in order."""
     q_tile, grad_tile = tiles
-    products, dproducts, lses, deltas = rings
+    q_k1, grad_v1, lses, deltas = rings
     ready, free = barriers
     q_ptr, k1_ptr, v1_ptr, grad_ptr, lse_ptr, delta_ptr, begin_ptr = pointers
     q_t, q_n, k_s, v_s = strides
@@ -66,8 +66,8 @@ def _multiply_first(
                 k1 = gl.load(k1_ptr + first * k_s + d)
                 v1 = gl.load(v1_ptr + first * v_s + d)
                 mbarrier.wait(free.index(stage), phase)
-                products.index(stage).store(q_tile.load(TILE) * k1[None, :])
-                dproducts.index(stage).store(grad_tile.load(TILE) * v1[None, :])
+                q_k1.index(stage).store(q_tile.load(TILE) * k1[None, :])
+                grad_v1.index(stage).store(grad_tile.load(TILE) * v1[None, :])
                 lses.index(stage).store(lse)
                 deltas.index(stage).store(delta)
                 fence_async_shared()
@@ -95,7 +95,7 @@ def _gather_second(
     DOCS: gl.constexpr,
 ):
     """Gradients of the keys of one partition."""
-    products, dproducts, lses, deltas = rings
+    q_k1, grad_v1, lses, deltas = rings
     ready, free = barriers
     k2_ptr, v2_ptr, dk2_ptr, dv2_ptr, begin_ptr = pointers
     k_s, v_s, d_s = strides
@@ -129,14 +129,14 @@ def _gather_second(
                 mbarrier.wait(ready.index(stage), phase)
                 logits_async = warpgroup_mma(
                     k2_tile,
-                    products.index(stage).permute((1, 0)),
+                    q_k1.index(stage).permute((1, 0)),
                     gl.zeros([KEYS, ROWS], gl.float32, SCORES),
                     use_acc=False,
                     is_async=True,
                 )
                 dweights_async = warpgroup_mma(
                     v2_tile,
-                    dproducts.index(stage).permute((1, 0)),
+                    grad_v1.index(stage).permute((1, 0)),
                     gl.zeros([KEYS, ROWS], gl.float32, SCORES),
                     use_acc=False,
                     is_async=True,
@@ -149,11 +149,11 @@ def _gather_second(
                 delta = deltas.index(stage).load(HEADS)
                 dweights = warpgroup_mma_wait(0, deps=[dweights_async])
                 dv2_async = warpgroup_mma(
-                    gl.convert_layout(weights.to(kind), WEIGHT), dproducts.index(stage), dv2, is_async=True
+                    gl.convert_layout(weights.to(kind), WEIGHT), grad_v1.index(stage), dv2, is_async=True
                 )
                 dlogits = weights * (dweights - delta[None, :])
                 dk2_async = warpgroup_mma(
-                    gl.convert_layout(dlogits.to(kind), WEIGHT), products.index(stage), dk2, is_async=True
+                    gl.convert_layout(dlogits.to(kind), WEIGHT), q_k1.index(stage), dk2, is_async=True
                 )
                 dv2, dk2 = warpgroup_mma_wait(0, deps=[dv2_async, dk2_async])
                 mbarrier.arrive(free.index(stage), count=1)
@@ -229,8 +229,8 @@ def second_wgmma(
     grad_tile = gl.allocate_shared_memory(kind, [ROWS, D], TILE)
     k2_tiles = gl.allocate_shared_memory(kind, [2, KEYS, D], TILE)
     v2_tiles = gl.allocate_shared_memory(kind, [2, KEYS, D], TILE)
-    products = gl.allocate_shared_memory(kind, [STAGES, ROWS, D], TILE)
-    dproducts = gl.allocate_shared_memory(kind, [STAGES, ROWS, D], TILE)
+    q_k1 = gl.allocate_shared_memory(kind, [STAGES, ROWS, D], TILE)
+    grad_v1 = gl.allocate_shared_memory(kind, [STAGES, ROWS, D], TILE)
     lses = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -253,7 +253,7 @@ def second_wgmma(
     heads_at = kv_head * group
     at = split.to(gl.int64) * d_split + batch * d_b + kv_head * d_h
     k_at, v_at = batch * k_b + kv_head * k_h, batch * v_b + kv_head * v_h
-    rings, barriers = (products, dproducts, lses, deltas), (ready, free)
+    rings, barriers = (q_k1, grad_v1, lses, deltas), (ready, free)
     sources = (
         q_ptr + batch * q_b + heads_at * q_n,
         k1_ptr + k_at,

@@ -24,7 +24,7 @@ class ForwardTiles:
 
     keys: int = 128
     stages: int = 2
-    turns: int = 0  # see forward_wgmma
+    ping_pong: int = 0  # see forward_wgmma
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def forward(
         D=D,
         BLOCK=tiles.keys,
         STAGES=tiles.stages,
-        TURNS=tiles.turns,
+        PING_PONG=tiles.ping_pong,
         REGISTERS=240,
         num_warps=4,
         maxnreg=168,
