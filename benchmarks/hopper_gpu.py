@@ -116,6 +116,13 @@ def simplicial(kernels: set[str], timed: str) -> dict[str, Any]:
     return found | rates
 
 
+def guide() -> dict[str, Any]:
+    from tensor_core_guide import measured
+
+    use_gpu()
+    return measured()
+
+
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "gemm 2 × 4, halves": gemm(),
     "gemm 2 × 3": gemm(stages=3, split=1),
@@ -129,6 +136,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "second 3 × 224": second(3, 224),
     "second 2 × 224": second(2, 224),
     "query 3 and 2": query(3, 2),
+    "guide": guide,
     "triton": lambda: simplicial(set(), "forward"),
 }
 
