@@ -2,9 +2,7 @@
 
     python benchmarks/tensor_core_guide.py
 
-The last line on stdout is one line of JSON: step -> [instruction, TFLOP/s,
-relative error]. docs/tensor_cores.md
-explains the steps.
+The last line on stdout is one line of JSON: step -> [instruction, TFLOP/s, relative error].
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @triton.jit
-def gemm(
+def gemm(  # type: ignore[no-untyped-def]
     a_src,
     b_src,
     c_ptr,
