@@ -1,7 +1,6 @@
 """`armillary completion`: the script that makes TAB complete verbs, options and names."""
 
 import click
-from click.shell_completion import get_completion_class
 
 from armillary.cli.output import Output
 from armillary.cli.verb_decorator import home_at, verb
@@ -26,6 +25,8 @@ def completion(out: Output, home: Home, shell: str) -> None:
 
 def completion_script(shell: str) -> str:
     """What the shell sources: click asks `armillary` itself for the words."""
+    from click.shell_completion import get_completion_class
+
     from armillary.cli.main import command
 
     kind = get_completion_class(shell)

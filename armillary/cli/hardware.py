@@ -56,7 +56,7 @@ def _show_some(out: Output, clusters: list[Cluster]) -> None:
 
 
 def _facts(cluster: Cluster) -> dict[str, Any]:
-    prices = [to_plain(price) for price in catalogue.prices() if price.chip == cluster.chip.name]
+    prices = [to_plain(price) for price in catalogue.prices(cluster.chip.name)]
     return {**to_plain(cluster), "num_devices": cluster.num_devices, "prices": prices}
 
 
@@ -72,7 +72,7 @@ def _show_chips(out: Output) -> None:
 
 
 def _chip_row(chip: Chip) -> list[object]:
-    rents = [price.usd_per_hour for price in catalogue.prices() if price.chip == chip.name]
+    rents = [price.usd_per_hour for price in catalogue.prices(chip.name)]
     return [
         chip.name,
         _known(bytes_text, chip.memory_bytes),
@@ -201,7 +201,7 @@ def _times(text: Callable[[float], str], cluster: Cluster, each: float | None) -
 
 def _rent(cluster: Cluster, *, spot: bool) -> str | None:
     """Median and range of the price per hour of one chip, and of all."""
-    offers = [price for price in catalogue.prices() if price.chip == cluster.chip.name]
+    offers = catalogue.prices(cluster.chip.name)
     hourly = [price.spot_usd_per_hour if spot else price.usd_per_hour for price in offers]
     known = sorted(value for value in hourly if value is not None)
     if not known:

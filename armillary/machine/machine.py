@@ -117,8 +117,8 @@ def _gpu_link(chip: Chip, gpu: Gpu, links: Mapping[str, str]) -> Link:
     by_nvlink = bool(links) and all(link.startswith("NV") for link in links.values())
     node = catalogue.nodes().get(chip.node)
     slot = f"pcie{gpu.pcie_generation}-x{gpu.pcie_lanes}"
-    name = node.link if by_nvlink and node else chip.host_link if slot not in catalogue.links() else slot
-    return catalogue.links().get(name, _UNKNOWN_LINK)
+    name = node.link if by_nvlink and node else chip.host_link if not catalogue.find_link(slot) else slot
+    return catalogue.find_link(name) or _UNKNOWN_LINK
 
 
 def _of_cores(described: Machine) -> Cluster:

@@ -167,11 +167,12 @@ def storage(name: str) -> Storage:
 
 
 @cache
-def prices() -> tuple[Price, ...]:
-    """Hourly prices; date and source are above the rows."""
+def prices(chip: str) -> tuple[Price, ...]:
+    """Hourly prices of a chip; date and source are above the rows."""
     table = _hardware()["prices"][""]
     common = {"date": table["date"], "source": table["source"]}
-    return tuple(build(Price, common | row, f"prices.rows[{i}]") for i, row in enumerate(table["rows"]))
+    rows = enumerate(table["rows"])
+    return tuple(build(Price, common | row, f"prices.rows[{i}]") for i, row in rows if row["chip"] == chip)
 
 
 def chip(name: str) -> Chip:
@@ -186,6 +187,11 @@ def find_chip(name: str) -> Chip | None:
     """The same, or None; the error of `chip` looks for similar names, which takes milliseconds."""
     key = _hardware()["chip"].find(name)
     return None if key is None else _chip_row(key)
+
+
+def find_link(name: str) -> Link | None:
+    """One link, or None where the catalogue has none of this name."""
+    return link(name) if name in _hardware()["link"] else None
 
 
 @cache

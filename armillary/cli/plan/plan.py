@@ -14,8 +14,6 @@ from armillary.cli.plan.options import ask, find_cluster, model_config, read_rec
 from armillary.cli.progress import on_bar
 from armillary.cli.verb_decorator import VerbGroup, refuse_verb
 from armillary.errors import BadInput, BadLayout, nearest
-from armillary.profiling.analysis.amdahl import amdahl as amdahl_rows
-from armillary.profiling.analysis.amdahl import speedup
 from armillary.spec.recipe import check_recipe
 from armillary.store.home import Home
 
@@ -326,6 +324,9 @@ def amdahl(out: Output, home: Home, parts: tuple[str, ...], factor: float) -> No
 
     PART=SHARE is a class of work and its share of the time: gemm=0.8, or gemm=80%.
     """
+    from armillary.profiling.analysis.amdahl import amdahl as amdahl_rows
+    from armillary.profiling.analysis.amdahl import speedup
+
     rows = [(row, speedup(row.share, factor)) for row in amdahl_rows(dict(map(_share, parts)))]
     cells = [[row.work, f"{row.share * 100:.4g} %", f"{buys:.2f} ×", f"{row.ceiling:.2f} ×"] for row, buys in rows]
     out.table("", ["part", "share", f"{factor:g} × faster gains", "at most"], cells)

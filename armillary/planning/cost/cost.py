@@ -114,7 +114,7 @@ def _owned_offer(cost: Cost, cluster: Cluster, devices: int) -> Offer:
 
 
 def _prices(chip: Chip, provider: str) -> list[Price]:
-    rows = [row for row in catalogue.prices() if row.chip == chip.name]
+    rows = list(catalogue.prices(chip.name))
     if provider:
         known = sorted({row.provider for row in rows})
         rows = [row for row in rows if row.provider == provider.strip().lower()]

@@ -136,7 +136,7 @@ def host_block_s(cluster: Cluster, block_bytes: int) -> float:
     chip = cluster.chip
     if chip.kind == "cpu":
         return 2 * block_bytes / chip.memory_bytes_per_s if chip.memory_bytes_per_s else 0.0
-    link = catalogue.links().get(chip.host_link)
+    link = catalogue.find_link(chip.host_link)
     return block_bytes / ((link.bytes_per_s if link and link.bytes_per_s else UNKNOWN_LINK) * LINK_SHARE)
 
 

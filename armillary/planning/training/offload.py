@@ -122,7 +122,7 @@ def link_rate(case: TrainCase) -> float:
     """Bytes/s between host and device in one direction: measured, else a share of the link's peak."""
     points = case.measured.points.get("host_copy", ()) if case.measured else ()
     rates = [float(point["bytes_per_s"]) for point in points if point.get("pinned")]
-    link = catalogue.links().get(case.cluster.chip.host_link)
+    link = catalogue.find_link(case.cluster.chip.host_link)
     peak = link.bytes_per_s if link and link.bytes_per_s else UNKNOWN_LINK
     return max(rates) if rates else peak * LINK_SHARE
 

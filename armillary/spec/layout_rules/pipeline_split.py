@@ -127,9 +127,11 @@ class _Row:
 
     def fits(self, num_chunks: int) -> bool:
         """Whether the longest possible chunks suffice: fewer of them can always be split further."""
-        at = 0
-        for _ in range(num_chunks):
-            at, before = self.reach(at), at
+        flops, weights, at = self.flops, self.weights, 0
+        for _ in range(num_chunks):  # `reach` written out: a search of layouts comes here ten thousand times
+            before, at = at, bisect_right(flops, flops[at] + self.longest) - 1
+            if self.heaviest != inf:
+                at = min(at, bisect_right(weights, weights[before] + self.heaviest) - 1)
             if at in (self.size, before):
                 break
         return at == self.size

@@ -108,7 +108,7 @@ def _text(text: Callable[[float], str], value: float | None) -> str:
 
 
 def _rent(chip: Chip) -> str:
-    rents = [price.usd_per_hour for price in catalogue.prices() if price.chip == chip.name]
+    rents = [price.usd_per_hour for price in catalogue.prices(chip.name)]
     return dollars_text(median(rents)) if rents else "–"
 
 
