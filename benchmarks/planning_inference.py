@@ -1,7 +1,7 @@
 """Holds the serving predictor against published measurements, and fits what engines declare.
 
     python benchmarks/planning_inference.py published_inference.csv            the error table, fitted and physics only;
-                                                                               exits with 1 above 15 % mean error
+                                                                               exits with 1 above 13 % mean error
     python benchmarks/planning_inference.py published_inference.csv --fit      the parameters of engines.toml again
 
 Parameters are fitted on rows whose config id ends in an even hex digit; errors are quoted on the others.
@@ -25,9 +25,7 @@ from armillary.planning.published.inference_table import InferencePrediction, er
 from armillary.planning.published.row_case import Row, is_fitted_on
 from armillary.planning.serving.engines import Engine, engine_for, engines, physics
 
-FITTED_KINDS = ("static batch", "batch 1")
-SWITCHES = ("experts_in_16_bits",)
-"""parameters that are on or off: chosen by hand, not fitted"""
+FITTED_KINDS = ("static batch", "batch 1", "closed loop")
 
 
 def read(path: str) -> list[dict[str, str]]:
@@ -43,16 +41,15 @@ def fitted(engine: Engine, rows: Iterable[Row]) -> dict[str, float]:
     mine = [row for row in rows if engine_for(row["engine"]) == engine and is_fitted_on(config_id(row))]
     found = [(row, inference_row(row)) for row in mine]
     found = [(row, case) for row, case in found if case.kind in FITTED_KINDS]
-    names = [name for name in engine.parameters if name not in SWITCHES]
-    fixed = {name: value for name, value in engine.parameters.items() if name in SWITCHES}
+    names = list(engine.parameters)
 
     def loss(logs: np.ndarray) -> float:
-        rates = replace(physics(), **fixed, **_named(names, logs))
+        rates = replace(physics(), **_named(names, logs))
         return mean(abs(_error(row, replace(case, replica=replace(case.replica, rates=rates)))) for row, case in found)
 
     start = np.log([engine.parameters[name] for name in names])
     best = nelder_mead(loss, start)
-    return {**fixed, **{name: float(f"{value:.3g}") for name, value in _named(names, best).items()}}
+    return {name: float(f"{value:.3g}") for name, value in _named(names, best).items()}
 
 
 def _named(names: list[str], logs: np.ndarray) -> dict[str, float]:
@@ -96,9 +93,10 @@ def report(rows: list[dict[str, str]]) -> int:
     for i, one in enumerate(fitted):
         groups[(one.row.get("engine", ""), one.kind or "not predicted")].append(i)
     for (engine, kind), index in sorted(groups.items()):
-        quoted = [i for i in index if not fitted[i].fitted] if kind in FITTED_KINDS and engine_for(engine) else index
+        quoted = [i for i in index if not may_be_fitted(fitted[i])]
         half = " (odd half)" if quoted != index else ""
         print(line(engine, kind + half, [fitted[i] for i in quoted], [plain[i] for i in quoted]))
+    print(f"\nRows not fitted: {len(not_fitted(fitted))}, mean error {mean_of(not_fitted(fitted)):.1%}")
     reasons: Mapping[str, int] = defaultdict(int)
     for one in fitted:
         if one.reason:
@@ -110,6 +108,19 @@ def report(rows: list[dict[str, str]]) -> int:
     return 1 if broken else 0
 
 
+def may_be_fitted(row: InferencePrediction) -> bool:
+    """Whether the engine's parameters were fitted with this row in view."""
+    return row.fitted and row.kind in FITTED_KINDS and engine_for(row.row.get("engine", "")) is not None
+
+
+def not_fitted(predictions: Iterable[InferencePrediction]) -> list[InferencePrediction]:
+    return [row for row in predictions if row.error is not None and not may_be_fitted(row)]
+
+
+def mean_of(predictions: Iterable[InferencePrediction]) -> float:
+    return mean(abs(row.error) for row in predictions if row.error is not None)
+
+
 def bounds(predictions: list[InferencePrediction]) -> dict[str, bool]:
     """What planning_inference.md states -> whether it holds: errors of the rows that were not fitted, and of all."""
 
@@ -118,6 +129,7 @@ def bounds(predictions: list[InferencePrediction]) -> dict[str, bool]:
         return mean(abs(row.error) for row in rows if row.error is not None and not (only_held_out and row.fitted))
 
     return {
+        "13 % on rows not fitted": mean_of(not_fitted(predictions)) <= 0.13,
         "static batch 15 %": max(error("static batch", "TensorRT-LLM", True), error("static batch", "", False)) <= 0.15,
         "batch 1 15 %": max(error("batch 1", "gpt-fast", True), error("batch 1", "gpt-fast", False)) <= 0.15,
         "95 % of rows predicted": sum(row.error is not None for row in predictions) >= 0.95 * len(predictions),

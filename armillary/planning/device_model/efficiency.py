@@ -110,6 +110,8 @@ class Curves:
     call_s: float = TORCH_CALL_S
     head_dim: float = HEAD_DIM
     """head dim at which attention loses half its speed"""
+    gemm_overlap: float | None = None
+    """exponent p of the soft roofline (computeᵖ + readsᵖ)^(1/p) of a GEMM with few rows, where it was measured"""
 
     @property
     def autograd_call_s(self) -> float:
@@ -206,6 +208,7 @@ def curves(chip: Chip, measured: Peaks | None = None, *, kernel: str = "attentio
         kernel_s=table["kernel_s"],
         launch_s=table["launch_s"],
         head_dim=table.get("head_dim", {}).get(kernel, HEAD_DIM),
+        gemm_overlap=table.get("gemm_overlap"),
     )
     return with_measured(catalogue_curves, measured, share) if measured else catalogue_curves
 

@@ -3,8 +3,14 @@
 Rules: no output length means 200 tokens (gpt-fast's default); tp beyond the number of chips counts cores, each an equal
 share of its chip; FP8 and FP4 engines have an fp8 KV cache, others 16 bits; dtypes that a chip cannot compute in are
 only stored; GPT-OSS weights have 4 bits whatever is stated; 'max load' is a queue of 1,000 to 30,000 requests by
-length, as many at once as the KV cache holds, at most 2,048 per rank; DEPn and attention-DP shard the experts; an
+length, as many at once as the KV cache holds, at most 4,096 per rank; DEPn and attention-DP shard the experts; an
 engine called decode receives its prompts from a prefill pool.
+
+TensorRT-LLM's tables leave out what their pages and sources say (read on 2026-11-19). Its PyTorch backend (1.x) runs
+experts with attention data-parallelism, one expert rank per chip, and gathers every row on every rank
+(perf-overview.md; fused_moe_cutlass.py); it frees no keys of chunked layers, and keeps those of GPT-OSS in 16 bits on
+Hopper. Its earlier benchmark (gptSessionBenchmark.cpp of 0.x) fills every prompt with padding, so that all tokens go
+to the same experts.
 """
 
 import hashlib
@@ -15,6 +21,7 @@ from typing import Literal
 from armillary.errors import BadInput
 from armillary.planning.published.names import find_chip, find_model
 from armillary.planning.published.row_case import Row, chip_part, limited_chip
+from armillary.planning.published.throughput_benchmark import queued_requests
 from armillary.planning.serving.deployment_options import serving_dtypes
 from armillary.planning.serving.engines import physics, rates_for
 from armillary.planning.serving.forward_ops import ServingDtypes, Split
@@ -25,7 +32,7 @@ from armillary.spec.hardware import Chip, Cluster, Tier
 Workload = Literal["static batch", "batch 1", "first token", "max load", "closed loop", "prefill only", "decode only"]
 
 _IDENTITY = ("engine", "model", "gpu", "n_gpus", "tp", "precision", "input_len", "output_len", "concurrency_or_batch")
-_DEFAULT_OUT, _MOST_RUNNING = 200, 2048
+_DEFAULT_OUT, _MOST_RUNNING = 200, 4096
 _LARGEST = 1e9
 """above every plausible count or length"""
 _FORMATS = (
@@ -84,20 +91,28 @@ def inference_row(row: Row, *, physics_only: bool = False) -> InferenceRow:
     tokens_out = max(1, int(positive(row, "output_len") or _DEFAULT_OUT))
     kind, batch = _kind(row, tokens_out, devices)
     return InferenceRow(
-        replica=Replica(config=config, cluster=cluster, split=split, dtypes=dtypes, rates=rates),
+        replica=_replica(row, Replica(config=config, cluster=cluster, split=split, dtypes=dtypes, rates=rates)),
         kind=kind,
         batch=batch,
         tokens_in=int(tokens_in),
         tokens_out=tokens_out,
-        requests=_queued(int(tokens_in), tokens_out) if kind == "max load" else 0,
+        requests=queued_requests(int(tokens_in) + tokens_out) if kind == "max load" else 0,
     )
 
 
-def _queued(tokens_in: int, tokens_out: int) -> int:
-    """Requests of a throughput benchmark: fewer the longer they are (TensorRT-LLM's perf-overview.md of 1.0 and 1.2:
-    30,000 of 128/128, 3,000 up to about 2,500 tokens, 1,500 up to about 10,000, 1,000 beyond)."""
-    tokens = tokens_in + tokens_out
-    return next(count for most, count in ((256, 30_000), (2500, 3000), (10_000, 1500), (10**9, 1000)) if tokens <= most)
+def _replica(row: Row, replica: Replica) -> Replica:
+    """The replica as the row's benchmark runs it."""
+    engine = row.get("engine", "").lower()
+    if engine.startswith("tensorrt-llm 0"):
+        return replace(replica, same_tokens=True)
+    if not engine.startswith("tensorrt-llm 1"):
+        return replica
+    config, split, dtypes = replica.config, replica.split, replica.dtypes
+    if config.moe is not None and split.pp == 1:
+        split = Split(ep=split.num_devices)
+    if config.family == "gpt_oss" and dtypes.compute == "bf16":
+        dtypes = replace(dtypes, kv="bf16")
+    return replace(replica, split=split, dtypes=dtypes, dispatch="all-gather", keeps_chunks=True)
 
 
 def positive(row: Row, key: str) -> float | None:

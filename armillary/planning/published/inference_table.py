@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from armillary.errors import ArmillaryError
 from armillary.planning.published.inference_row import InferenceRow, config_id, inference_row, positive
 from armillary.planning.published.row_case import Row, is_fitted_on
+from armillary.planning.published.throughput_benchmark import captured_sizes
 from armillary.planning.serving.engines import physics
 from armillary.planning.serving.generation import (
     Generation,
@@ -123,7 +124,9 @@ def _generation(config: InferenceRow) -> Generation:
     if config.kind in ("static batch", "batch 1"):
         return static_batch(config.replica, config.batch, *lengths)
     if config.kind == "max load":
-        return offline(config.replica, config.requests, _most_together(config), *lengths)
+        together = _most_together(config)
+        captured = captured_sizes(together, config.replica.split.pp)
+        return offline(config.replica, config.requests, together, *lengths, captured)
     return steady_state(config.replica, config.batch, *lengths)
 
 

@@ -1,4 +1,4 @@
-"""Inference engines: rates that all engines share, and at most three fitted parameters per engine.
+"""Inference engines: rates that all engines share, and at most two fitted parameters per engine.
 
 Rates of the chip itself are in efficiency.toml; these are of serving: skinny GEMMs, reading a KV cache, small
 all-reduces. All are in engines.toml, the fitted ones with their source, their date and the command that fits them.
@@ -13,7 +13,7 @@ from typing import Any
 
 from armillary.errors import BadInput, unknown
 
-MOST_PARAMETERS = 3
+MOST_PARAMETERS = 2
 """most parameters in which an engine may deviate from the physics"""
 
 
@@ -46,8 +46,6 @@ class Rates:
     """host time between two steps that nothing hides"""
     kv_reread: float = 0.0
     """share of the KV cache that is read again per further query head of a group; 0: the group shares one read"""
-    experts_in_16_bits: float = 0.0
-    """1: expert GEMMs run in 16 bits whatever the dtype of the weights"""
     expert_rate: float = 1.0
     compute_rate: float = 1.0
     memory_rate: float = 1.0
@@ -55,7 +53,7 @@ class Rates:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, zero = getattr(self, field.name), field.name.endswith(("_s", "_bytes", "_reread", "_bits"))
+            value, zero = getattr(self, field.name), field.name.endswith(("_s", "_bytes", "_reread"))
             if not (value > 0 or (zero and value == 0)):
                 raise BadInput(f"{field.name}={value} must be above 0; see planning/serving/engines.toml")
 

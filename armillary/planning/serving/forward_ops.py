@@ -129,6 +129,8 @@ class Forward:
     config: ModelConfig
     split: Split
     dtypes: ServingDtypes
+    same_tokens: bool = False
+    """every token is the same one"""
 
     @cached_property
     def cache(self) -> dict[tuple[object, ...], tuple[tuple[Op, int], ...]]:
@@ -172,6 +174,7 @@ class Forward:
             dtype=self.dtype,
             weight_dtype=self.dtypes.weights,
             kv_dtype=self.dtypes.kv,
+            same_tokens=self.same_tokens,
         )
         ops = [(piece.forward, 1) for piece in embedding_operations(self.local_config, batch)]
         for kind, count in self.kinds.items():

@@ -9,9 +9,11 @@
 With pipeline stages, pp batches are in flight, each with a pp-th of the requests.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from armillary.planning.serving.forward_ops import Group
 from armillary.planning.serving.replica import Replica
 
 
@@ -45,12 +47,14 @@ def steady_state(replica: Replica, batch: int, tokens_in: int, tokens_out: int, 
     )
 
 
-def offline(replica: Replica, requests: int, batch: int, tokens_in: int, tokens_out: int) -> Generation:
+def offline(
+    replica: Replica, requests: int, batch: int, tokens_in: int, tokens_out: int, captured: Sequence[int] = ()
+) -> Generation:
     """All requests queued at once, as throughput benchmarks do: equal ones finish together, so they run in waves, the
-    last of which may be small."""
+    last of which may be small. Decode steps are padded to the batch sizes `captured` in CUDA graphs."""
     full_waves, rest = divmod(requests, batch)
-    full = mean_decode_s(replica, min(batch, requests), tokens_in, tokens_out)
-    last = mean_decode_s(replica, rest, tokens_in, tokens_out) if rest and full_waves else full
+    full = mean_decode_s(replica, min(batch, requests), tokens_in, tokens_out, captured)
+    last = mean_decode_s(replica, rest, tokens_in, tokens_out, captured) if rest and full_waves else full
     waves = full_waves * full + (last if rest else 0.0)
     total = requests * prefill_share_s(replica, tokens_in) + tokens_out * waves
     return Generation(
@@ -68,18 +72,24 @@ def prefill_share_s(replica: Replica, tokens_in: int, chunk: int = 8192, cached:
     return replica.prefill(tokens_in, count, cached).total_s / count / replica.split.pp
 
 
-def mean_decode_s(replica: Replica, batch: int, tokens_in: int, tokens_out: int) -> float:
+def mean_decode_s(replica: Replica, batch: int, tokens_in: int, tokens_out: int, captured: Sequence[int] = ()) -> float:
     """Mean decode step as contexts grow from `tokens_in` to `tokens_in + tokens_out` (Simpson's rule: a step is linear
     in the context, except where a window fills)."""
     first, last = tokens_in, max(tokens_in, tokens_in + tokens_out - 2)
-    times = [decode_gap_s(replica, batch, context) for context in (first, (first + last) // 2, last)]
+    times = [decode_gap_s(replica, batch, context, captured) for context in (first, (first + last) // 2, last)]
     return (times[0] + 4 * times[1] + times[2]) / 6
 
 
-def decode_gap_s(replica: Replica, batch: int, context: int) -> float:
+def decode_gap_s(replica: Replica, batch: int, context: int, captured: Sequence[int] = ()) -> float:
     """Seconds between two tokens of each of `batch` requests: one step; with pipeline stages each pp-th of the requests
-    passes through all of them, and the others wait for the last stage, which has the output projection too."""
+    passes through all of them, and the others wait for the last stage, which has the output projection too. Rows that
+    only fill a graph attend to a token."""
     stages = replica.split.pp
     in_flight = ceil(batch / stages)
     waiting = (stages - 1) * replica.head_s(in_flight) if stages > 1 else 0.0
-    return replica.decode(in_flight, context).total_s + waiting
+    ranks = replica.split.ep
+    rows = ceil(in_flight / ranks)
+    filling = next((size for size in captured if size >= rows), rows) - rows
+    running = Group(count=in_flight, queries=1, keys=context + 1)
+    groups = [running, Group(count=filling * ranks, queries=1, keys=2)] if filling else [running]
+    return replica.step(groups).total_s + waiting

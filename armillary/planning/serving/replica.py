@@ -7,11 +7,10 @@ between tp ranks, all-to-alls between ep ranks and sends between pipeline stages
     decode attention   bytes / bandwidth · (1 + start / bytes per KV head)  one thread block per sequence and KV head
     prompt attention   max(flops / rate(keys, head dim), bytes / bandwidth)
     other       bytes / bandwidth
-    all-reduce  a + 2·log2(tp)·latency + 2(tp−1)/tp · bytes / (link · share)     (one per sub-layer; Thakur et al. 2005;
-                (tp+1)/tp where the switch reduces)
 
-Without CUDA graphs (prefill) a step is at least as long as the host needs to launch its kernels. The roofline is that
-of Williams et al., CACM 2009; adding terms rather than taking the larger follows what skinny GEMMs measure.
+Times of collectives are in collectives.py. Without CUDA graphs (prefill) a step is at least as long as the host needs
+to launch its kernels. The roofline is that of Williams et al., CACM 2009; adding terms rather than taking the larger
+follows what skinny GEMMs measure.
 """
 
 from __future__ import annotations
@@ -19,20 +18,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from math import log2
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from armillary.engine.scheduler.decision import StepWork
 from armillary.planning.device_model.efficiency import Curves, curves, width_of
-from armillary.planning.device_model.network import link_speed
 from armillary.planning.device_model.vectorised_layouts import PRECISIONS
+from armillary.planning.serving.collectives import Collectives, Dispatch
 from armillary.planning.serving.engines import Rates, physics
 from armillary.planning.serving.forward_ops import EXPERT_GEMMS, Forward, Group, ServingDtypes, Split
 from armillary.spec.arithmetic.attention_ops import AttentionShape
-from armillary.spec.arithmetic.non_gemm_ops import wire_factor
-from armillary.spec.arithmetic.ops import Op, size_of
+from armillary.spec.arithmetic.ops import Op
 from armillary.spec.arithmetic.sublayers import attention_shape
 from armillary.spec.hardware import Cluster
 from armillary.spec.model import ModelConfig
@@ -47,9 +44,6 @@ MOST_OVERLAP = 8.0
 """exponent at which only the larger of the two times counts"""
 EXPERT_TILE = 64
 """rows that an expert's last thread block computes in vain, on average; at most as many as it has"""
-SKEW, BALANCED_SKEW = 1.3, 1.1
-"""rows of the most loaded expert rank over the mean, where experts are spread over ranks and not replicated: every step
-waits for it. A judgement, not measured here; less where training balances the router by a bias (DeepSeek-V3)"""
 SHARED_HEAD_DIM = 128
 """head dim for which every engine has decode kernels that read a KV head once for its group of query heads"""
 CALLS = {"step": 235, "row": 90, "layer": 61, "layer and row": 22}
@@ -89,11 +83,29 @@ class Replica:
     measured: Peaks | None = None
     stored: StoredWeights | None = None
     """the files of a quantized checkpoint, which is loaded as it is"""
+    dispatch: Dispatch = "all-to-all"
+    """how rows get to the experts of other ranks"""
+    same_tokens: bool = False
+    """every token of a step is the same one, and goes to the same experts: some benchmarks send padding"""
+    keeps_chunks: bool = False
+    """keys of layers with chunked attention stay in the KV cache after their chunk"""
 
     @cached_property
     def forward(self) -> Forward:
         """The operations of one device."""
-        return Forward(config=self.config, split=self.split, dtypes=self.dtypes)
+        return Forward(config=self.config, split=self.split, dtypes=self.dtypes, same_tokens=self.same_tokens)
+
+    @cached_property
+    def collectives(self) -> Collectives:
+        """Their times between the replica's ranks."""
+        return Collectives(
+            config=self.config,
+            cluster=self.cluster,
+            split=self.split,
+            rates=self.rates,
+            compute=self.dtypes.compute,
+            dispatch=self.dispatch,
+        )
 
     @cached_property
     def curves(self) -> Curves:
@@ -146,8 +158,8 @@ class Replica:
         decoding = all(group.queries == 1 < group.keys for group in local)
         parts = self._operations(self.forward.ops(tokens, logits, decoding=decoding))
         parts["attention_s"] = sum(self._attention_s(group) for group in local)
-        parts["kernels_s"] += self.config.num_layers * self._kernel_s * len(local)
-        parts["comm_s"] = self._comm_s(tokens)
+        parts["kernels_s"] += self.config.num_layers * self._kernel_s * len({group.queries for group in local})
+        parts["comm_s"] = self.collectives.step_s(tokens)
         return self._with_host(EngineStepTime(**parts), parts["kernels_s"], decoding, self.calls(logits))
 
     def _operations(self, ops: Sequence[tuple[Op, int]]) -> dict[str, float]:
@@ -205,26 +217,18 @@ class Replica:
         if self._on_cpu:
             return self._cpu_gemm_s(op)
         experts = op.name in EXPERT_GEMMS
-        unrounded = op.name == "head" or (experts and self.rates.experts_in_16_bits)
-        compute = self.forward.dtype if unrounded else self.dtypes.compute
+        compute = self.forward.dtype if op.name == "head" else self.dtypes.compute
         rate, flops = self.curves.sustained(curve_name(compute)) * self.rates.compute_rate, op.flops
         if experts:
             rate *= self.rates.grouped * self.rates.expert_rate
             groups, _, n, k = op.shape
-            flops = self._skew * (flops + min(op.flops, 2 * groups * EXPERT_TILE * n * k))
+            flops = self.collectives.skew * (flops + min(op.flops, 2 * groups * EXPERT_TILE * n * k))
         weights = self.forward.dtype if op.name == "head" else self.dtypes.weights
         slower = self.rates.dequantise(weights, compute)
         rate /= slower if experts and compute == self.forward.dtype else 1.0  # dequantised in the kernel's main loop
         reads = op.bytes / self.bytes_per_s * slower
         power = self._overlap(op)
         return float(((flops / rate) ** power + reads**power) ** (1 / power))
-
-    @property
-    def _skew(self) -> float:
-        moe = self.config.moe
-        if self.split.ep == 1 or moe is None:
-            return 1.0
-        return BALANCED_SKEW if moe.selection_bias else SKEW
 
     def _cpu_gemm_s(self, op: Op) -> float:
         groups, m, n, k = op.shape
@@ -238,7 +242,9 @@ class Replica:
         the arithmetic of another (the few rows of an expert make few waves)."""
         _, m, n, _ = op.shape
         waves = m * n / TILE**2 / self.curves.num_sms
-        return min(self.rates.overlap + self.rates.overlap_waves * waves, MOST_OVERLAP)
+        measured = None if op.name in EXPERT_GEMMS else self.curves.gemm_overlap
+        single = self.rates.overlap if measured is None else measured
+        return min(single + self.rates.overlap_waves * waves, MOST_OVERLAP)
 
     def _attention_s(self, group: Group) -> float:
         return sum(
@@ -264,49 +270,6 @@ class Replica:
     @cached_property
     def _shape(self) -> AttentionShape:
         return attention_shape(self.forward.local_config, self.config.layers[0])
-
-    # --- between devices
-
-    def _comm_s(self, tokens: int) -> float:
-        config, split = self.config, self.split
-        row_bytes = config.hidden * size_of("bf16")
-        sub_layers = 1 if config.parallel != "none" else 2
-        seconds = config.num_layers * sub_layers * self.allreduce_s(tokens * row_bytes)
-        if split.ep > 1 and config.moe is not None:
-            to_experts, back = (self._all_to_all_s(tokens, dtype) for dtype in (self.dtypes.compute, "bf16"))
-            seconds += config.num_moe_layers * (to_experts + back)
-        if split.pp > 1:
-            seconds += (split.pp - 1) * self._wire_s(tokens * row_bytes / split.tp, split.num_devices, 1)
-        return seconds
-
-    def _all_to_all_s(self, tokens: int, dtype: str) -> float:
-        """Rows to the ranks of their experts, or back: between nodes a row is sent once to each node with one of its
-        experts (group-limited routing bounds those), inside a node to each of them (DeepSeek-V3, arXiv 2412.19437)."""
-        moe, ranks = self.config.moe, self.split.ep * self.split.tp
-        assert moe is not None
-        inside = min(ranks, self.cluster.fast_domain)
-        row = self._skew * tokens * self.config.hidden * size_of(dtype) / self.split.tp
-        within = self._wire_s(row * moe.top_k * (inside - 1) / inside, inside, log2(max(2, inside)))
-        nodes = -(-ranks // inside)
-        if nodes == 1:
-            return within
-        targets = min(nodes * (1 - (1 - 1 / nodes) ** moe.top_k), moe.top_groups if moe.groups > 1 else nodes)
-        return max(within, self._wire_s(row * targets * (nodes - 1) / nodes, ranks, log2(nodes)))
-
-    def allreduce_s(self, num_bytes: float) -> float:
-        """All-reduce of `num_bytes` among the tp ranks; a switch that reduces takes and returns the bytes once."""
-        tp = self.split.tp
-        if tp == 1:
-            return 0.0
-        tier, factor = self.cluster.tier_spanning(tp), wire_factor("all_reduce", tp)
-        if tier is not None and tier.link.in_network_reduction:
-            factor = min(factor, (tp + 1) / tp)
-        return self._wire_s(num_bytes * factor, tp, 2 * log2(tp))
-
-    def _wire_s(self, wire_bytes: float, span: int, hops: float) -> float:
-        """Start-up, hops and bytes over the slowest link that `span` neighbours cross."""
-        speed, latency = link_speed(self.cluster.tier_spanning(span))
-        return self.rates.allreduce_s * self.rates.fixed_time + hops * latency + wire_bytes / (speed * self.rates.link)
 
 
 def curve_name(dtype: str) -> str:

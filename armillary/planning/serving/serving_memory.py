@@ -7,7 +7,7 @@
 Tokens are stored in blocks (Kwon et al., PagedAttention, arXiv 2309.06180), so a sequence takes full blocks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from armillary.errors import BadInput
@@ -97,8 +97,11 @@ def _process_bytes(replica: Replica) -> float:
 def sequence_bytes(replica: Replica, tokens: int, block_tokens: int = 16) -> float:
     """KV cache of one sequence of `tokens` on the device with the most of it. Recurrent states are held for every
     running sequence from the start (`step_bytes`)."""
-    stored = ceil(tokens / block_tokens) * block_tokens
-    return kv_bytes(replica.forward.local_config, stored, 1) * size_of(replica.dtypes.kv) / replica.split.pp
+    stored, config = ceil(tokens / block_tokens) * block_tokens, replica.forward.local_config
+    if replica.keeps_chunks:
+        full = (replace(kind, attention="full") if kind.attention == "chunked" else kind for kind in config.layers)
+        config = replace(config, layers=tuple(full))
+    return kv_bytes(config, stored, 1) * size_of(replica.dtypes.kv) / replica.split.pp
 
 
 def kv_capacity_tokens(replica: Replica, memory: ServingMemory) -> int:

@@ -23,7 +23,8 @@ from armillary.spec.model import MLA, LayerKind, ModelConfig, MoE
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """The tokens of one pass, the rows of its output projection, and dtypes: of activations, of stored weights and of
-    the KV cache where they differ. `flash`: attention without the score matrix in memory."""
+    the KV cache where they differ. `flash`: attention without the score matrix in memory. `same_tokens`: all are the
+    same token, and go to the same experts."""
 
     spans: tuple[Span, ...]
     """(new tokens, keys they attend to) of each sequence"""
@@ -32,6 +33,7 @@ class Batch:
     weight_dtype: str = ""
     kv_dtype: str = ""
     flash: bool = True
+    same_tokens: bool = False
 
     @property
     def tokens(self) -> int:
@@ -257,7 +259,7 @@ def _routing(moe: MoE, tokens: int) -> OpWithBackward:
 
 
 def _grouped(name: str, moe: MoE, batch: Batch, out: int, into: int) -> OpWithBackward:
-    rows, used = batch.tokens * moe.top_k, experts_used(moe, batch.tokens)
+    rows, used = batch.tokens * moe.top_k, experts_used(moe, 1 if batch.same_tokens else batch.tokens)
     forward = ops.grouped_matmul(name, rows, out, into, groups=used, dtype=batch.dtype, weight_dtype=batch.weight_dtype)
     backward = ops.grouped_matmul_backward(name, rows, out, into, groups=moe.num_experts, dtype=batch.dtype)
     return OpWithBackward(forward=forward, backward=backward)

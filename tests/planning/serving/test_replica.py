@@ -126,7 +126,7 @@ def test_an_all_reduce_moves_twice_the_array_but_for_one_share(chips: str, wire_
     """A switch that reduces gets the array once from each rank and sends it once, with a share for the ranks' own."""
     two, eight = (replica("llama-3.1-70b", chips, Split(tp=tp)) for tp in (2, 8))
     big = 1e9
-    wire = [one.allreduce_s(big) - one.allreduce_s(0) for one in (two, eight)]
+    wire = [one.collectives.allreduce_s(big) - one.collectives.allreduce_s(0) for one in (two, eight)]
     assert wire[1] / wire[0] == pytest.approx(wire_of_eight)
 
 

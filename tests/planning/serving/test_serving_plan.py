@@ -51,7 +51,7 @@ def test_a_recipe_with_a_layout_is_served_by_it(tmp_path: Path) -> None:
 
 def test_notes_say_what_was_changed_or_is_missing(tmp_path: Path) -> None:
     layout = {"tp": 8, "precision": "fp8"}
-    few = made(tmp_path, on="h100x8", objective={"itl_p99_s": 0.05}, layout=layout)
+    few = made(tmp_path, on="h100x8", objective={"itl_p99_s": 0.04}, layout=layout)
     text = " ".join(few.notes())
     assert "devices are needed and 8 are available" in text
     assert "step budget lowered to" in text and "--set serve.max_tokens_per_step=" in text
