@@ -131,11 +131,15 @@ def _generation(config: InferenceRow) -> Generation:
 
 
 def _most_together(config: InferenceRow) -> int:
-    """Concurrent requests: what the KV cache holds at full length, and the engine's limit per rank."""
-    serve = Serve(max_tokens_per_step=8192, max_running=config.batch)
-    memory = serving_memory(config.replica, serve, usable=OFFLINE_USABLE)
-    fitting = concurrency(config.replica, memory, config.tokens_in + config.tokens_out)
-    return max(1, min(config.batch * config.replica.split.ep, fitting))
+    """Concurrent requests: what the KV cache holds at full length, and the engine's limit per rank. Logits are kept for
+    as many as run, not for the limit."""
+    most, ranks = config.batch, config.replica.split.ep
+    for _ in range(2):  # the second time with the logits of those that fit
+        serve = Serve(max_tokens_per_step=8192, max_running=most)
+        memory = serving_memory(config.replica, serve, usable=OFFLINE_USABLE)
+        fitting = concurrency(config.replica, memory, config.tokens_in + config.tokens_out)
+        most = max(1, min(config.batch, -(-fitting // ranks)))
+    return max(1, min(config.batch * ranks, fitting))
 
 
 def _measured(row: Row) -> dict[str, float]:
