@@ -124,9 +124,9 @@ def _generation(config: InferenceRow) -> Generation:
     if config.kind in ("static batch", "batch 1"):
         return static_batch(config.replica, config.batch, *lengths)
     if config.kind == "max load":
-        together = _most_together(config)
-        captured = captured_sizes(together, config.replica.split.pp)
-        return offline(config.replica, config.requests, together, *lengths, captured)
+        running = _most_together(config)
+        captured = captured_sizes(running, config.replica.split.pp)
+        return offline(config.replica, config.requests, running, *lengths, captured)
     return steady_state(config.replica, config.batch, *lengths)
 
 
