@@ -45,7 +45,7 @@ EXAMPLES = {
     "amdahl": (("--quick",), ("optimizer: loop → one pass", "Karp and Flatt", "plot.svg")),
     "autoscaling": (("--quick",), ("one replica serves", "| 4 replicas |", "plot_2.svg")),
     "serving_speedups": (("--quick",), ("| prefix cache |", "| prompt lookup |", "plot.svg")),
-    "plan_to_documents": (("--quick",), ("html, md, xlsx", "| device-hour | run |", "plot.svg")),
+    "plan_to_documents": (("--quick",), ("md, html, xlsx", "| device-hour | run |", "plot.svg")),
     "resnet50_profile": (("--quick",), ("ResNet-50 on cpu", "1. aten::", "memory peak", "plot.svg")),
 }
 """example -> its arguments, and what it must print"""

@@ -77,7 +77,9 @@ def engine_model(llm: LLM) -> Any:
             return self.eot_token_id if tokenizer.bos_id is None else tokenizer.bos_id
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            return tokenizer.encode(string, special=bool(add_special_tokens))
+            """With the tokens that the tokenizer adds by itself, such as BOS, as lm-eval's transformers backend has it:
+            without BOS some models are far worse."""
+            return tokenizer.encode(string, special=add_special_tokens is not False)
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return tokenizer.chat(chat_history, add_generation_prompt=add_generation_prompt)
