@@ -14,6 +14,7 @@ from torch import Tensor
 from armillary.kernels.core.choose_version import choose, revision
 from armillary.kernels.core.op import find_op
 from armillary.kernels.core.requirements import interpreted, lacking
+from armillary.kernels.core.torch_compat import free_gemm_workspaces
 from armillary.kernels.fp8.linear import FP8_LINEAR
 from armillary.kernels.gemm.autotune import LinearShape, tune, tune_sums
 from armillary.kernels.gemm.gemm import TORCH, Gemms, TunedGemms
@@ -131,6 +132,7 @@ def _free_memory(device: torch.device) -> None:
     """The memory of timed candidates is no part of the run, nor of its peak."""
     if device.type == "cuda":
         gc.collect()  # a candidate that failed may be held by its error
+        free_gemm_workspaces()  # candidates ran on streams of their own
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 

@@ -194,3 +194,12 @@ def test_ten_steps_on_a_gpu_follow_the_plain_ones() -> None:
         curves.append(losses)
     assert curves[0][-1] < 0.8 * curves[0][0]
     assert curves[1] == pytest.approx(curves[0], rel=2e-2)
+
+
+@pytest.mark.gpu
+def test_timed_candidates_leave_no_memory_on_a_gpu() -> None:
+    """They ran on streams of their own, for each of which torch kept 32 MB for cuBLAS: hundreds in all."""
+    model: Transformer = randomised(small(hidden=128, heads=2, kv_heads=1, head_dim=64, ffn=256)).cuda()
+    before = torch.cuda.memory_allocated()
+    use_kernels(model, job=JOB, layout=replace(LAYOUT, precision="bf16"))
+    assert torch.cuda.memory_allocated() - before < 16 << 20
