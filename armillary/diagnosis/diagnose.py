@@ -49,6 +49,8 @@ PRICED_CAUSES = (*BASELINE_CAUSES, *NEEDS_LEVER)
 COUNTED_CAUSES = (
     "throttling",
     "idle_device",
+    "bad_placement",
+    "adapter_thrashing",
     "over_provisioned",
     "wrong_replica_size",
     "cold_starts",

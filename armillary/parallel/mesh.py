@@ -5,7 +5,8 @@ neighbours in a machine and in a domain of the network, so the axis with most co
 however a launcher numbered the processes. Ranks that share a row (cp) replicate the weights too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -87,6 +88,14 @@ class Mesh:
         """Which of them this is."""
         return (self.rank("replicate") * self.sizes["shard"] + self.rank("shard")) // self.cp
 
+    def group_machines(self) -> dict[str, float]:
+        """Gauges: over how many machines the most spread group of tp or ep ranks is, and how many it needs; none where
+        there is one machine, or no such group."""
+        meshes = ((self.torch_mesh, "tp"), (self.experts, "ep"))
+        groups = [rows for mesh, axis in meshes if mesh is not None for rows in _rows_along(mesh, axis)]
+        found = spread_of(groups, self.machines)
+        return {} if found is None else {"group_machines": found[0], "group_machines_least": found[1]}
+
     def is_on_one_machine(self, axis: str) -> bool:
         """Whether this rank reaches all others of the axis without a network."""
         group = self.group(axis)
@@ -113,6 +122,26 @@ def make_mesh(layout: Layout, world: World, timeouts_s: Mapping[str, float] | No
         shape = expert_axis_sizes(layout)
         experts = new_mesh(world.device.type, ranks.view(tuple(shape.values())), tuple(shape), limits)
     return Mesh(sizes, world, torch_mesh, machines, cp=layout.cp, context=context, experts=experts, domains=domains)
+
+
+def _rows_along(mesh: DeviceMesh, axis: str) -> list[list[int]]:
+    """The ranks of every group along an axis."""
+    assert mesh.mesh_dim_names is not None
+    at = mesh.mesh_dim_names.index(axis)
+    rows: list[list[int]] = mesh.mesh.movedim(at, -1).reshape(-1, mesh.mesh.shape[at]).tolist()
+    return rows
+
+
+def spread_of(groups: Iterable[Sequence[int]], machines: Sequence[str]) -> tuple[float, float] | None:
+    """(machines of the group that is on most more than it needs, machines it needs): ranks of a group over ranks of the
+    largest machine, rounded up. None without a group of several ranks, or on one machine."""
+    most = max(Counter(machines).values(), default=0)
+    several = [group for group in groups if len(group) > 1]
+    if len(set(machines)) < 2 or not several:
+        return None
+    spans = [(len({machines[rank] for rank in group}), -(-len(group) // most)) for group in several]
+    worst = max(spans, key=lambda span: (span[0] - span[1], span[0]))
+    return float(worst[0]), float(worst[1])
 
 
 def _own_group(lines: torch.Tensor, world: World, timeout_s: float | None) -> dist.ProcessGroup | None:

@@ -145,7 +145,7 @@ class RunLifecycle:
         meanwhile."""
         if self.trainer.device.type == "cuda":
             self.saver.prepare(tensors_of(self.trainer))
-        self._startup = startup_costs(self.trainer, step)
+        self._startup = startup_costs(self.trainer, step) | self.trainer.sharded.mesh.group_machines()
 
     def after(self, report: StepReport, step: int) -> tuple[StepReport, bool]:
         """The report with what was validated and saved, and whether the run is done; `step` steps are."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from armillary.errors import BadLayout
-from armillary.parallel.mesh import Place, make_mesh, ranks_by_machine
+from armillary.parallel.mesh import Place, make_mesh, ranks_by_machine, spread_of
 from armillary.parallel.world import World, join_world
 from armillary.spec.layout import Layout
 from tests.ranks import Ranks
@@ -46,6 +46,32 @@ def test_shards_are_next_and_copies_the_farthest(ranks: Ranks) -> None:
 def test_ranks_dealt_out_to_machines_in_turn_are_put_side_by_side() -> None:
     assert ranks_by_machine([Place("a", 0), Place("b", 0), Place("a", 1), Place("b", 1)]) == [0, 2, 1, 3]
     assert ranks_by_machine([Place("z", 0), Place("z", 1), Place("a", 0), Place("a", 1)]) == [0, 1, 2, 3]
+
+
+def test_groups_that_machines_of_different_sizes_cut_through() -> None:
+    """(machines of the worst group, machines it needs)"""
+    pairs = [[0, 1], [2, 3]]
+    assert spread_of(pairs, ("a", "a", "b", "b")) == (1, 1)
+    assert spread_of(pairs, ("a", "b", "b", "b")) == (2, 1)
+    assert spread_of([[0, 1, 2, 3]], ("a", "a", "b", "b")) == (2, 2), "larger than a machine"
+    assert spread_of([[0], [1]], ("a", "b")) is None and spread_of(pairs, ("a",) * 4) is None
+
+
+def uneven(layout: Layout) -> dict[str, float]:
+    """As if the first rank had a machine to itself."""
+    from unittest import mock
+
+    from armillary.parallel import mesh
+
+    with join_world("cpu") as joined, mock.patch.object(mesh, "node_id", lambda: "a" if joined.rank == 0 else "b"):
+        return make_mesh(layout, joined).group_machines()
+
+
+def test_a_mesh_tells_over_how_many_machines_its_groups_are(ranks: Ranks) -> None:
+    spread = {"group_machines": 2.0, "group_machines_least": 1.0}
+    assert ranks.run(4, uneven, Layout(dp=2, tp=2)) == [spread] * 4
+    assert ranks.run(4, uneven, Layout(dp=4, ep=2)) == [spread] * 4
+    assert ranks.run(2, uneven, Layout(dp=2)) == [{}] * 2
 
 
 def test_machines_of_a_domain_are_neighbours() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -99,6 +99,16 @@ def slow_link(share: float) -> AbstractContextManager[Any]:
     return mock.patch.object(collectives, "timed", slowly)
 
 
+def uneven_machines(share: float) -> AbstractContextManager[Any]:
+    """The first rank is alone on its machine, so that its group is on two, and exchanges are slow."""
+    from armillary.parallel import mesh
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(mesh, "node_id", lambda: "a" if os.environ.get("RANK") == "0" else "b"))
+    stack.enter_context(slow_link(share))
+    return stack
+
+
 def collapsed_router(amount: float) -> AbstractContextManager[Any]:
     """Every router prefers its first expert by so much in its logits."""
     from armillary.model.moe.experts import Router
@@ -164,6 +174,7 @@ KINDS: dict[str, Callable[[float], AbstractContextManager[Any]]] = {
     "slow reader": slow_reader,
     "busy logging": busy_logging,
     "slow link": slow_link,
+    "uneven machines": uneven_machines,
     "collapsed router": collapsed_router,
     "ballast": ballast,
 }

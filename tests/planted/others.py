@@ -93,6 +93,16 @@ def vllm_overload(wish: Wish) -> str:
     return _page(wish, Case(clients=0, rate=26.0 + 10.0 * wish.severity, tokens_in=2400, tokens_out=40))
 
 
+def vllm_adapters(wish: Wish) -> str:
+    """Requests of more adapters than a step may have: each waits for the slot of another."""
+    slots, names = Random(wish.seed).choice((1, 2, 4)), [f"tenant-{i}" for i in range(40)]
+    running = Random(wish.seed).choice((24, 32, 40))
+    text = _page(wish, Case(clients=round(running * (2 + 3 * wish.severity)), max_num_seqs=running))
+    waiting = ",".join(names[slots : slots + max(1, round(6 * wish.severity))])
+    labels = f'max_lora="{slots}",running_lora_adapters="{",".join(names[:slots])}",waiting_lora_adapters="{waiting}"'
+    return f"# TYPE vllm:lora_requests_info gauge\nvllm:lora_requests_info{{{labels}}} 1.7e+09\n{text}"
+
+
 def vllm_long_prompts(wish: Wish) -> str:
     tokens = round(5000 * max(0.8, wish.severity**0.5))
     return _page(wish, Case(clients=24, tokens_in=tokens, tokens_out=400, max_num_batched_tokens=8192))
@@ -192,6 +202,7 @@ PROBLEMS = (
         ("preemption", "kv_pressure"),
         ("--kv-cache-dtype", "--gpu-memory-utilization"),
     ),
+    _problem("vllm-adapters", "too few adapter slots", vllm_adapters, _VLLM, ("adapter_thrashing",), ("--max-loras",)),
     _problem("vllm-overload", "more comes than is served", vllm_overload, _VLLM, ("too_few_replicas",), ("one",)),
     _problem(
         "vllm-long-prompts",

@@ -29,6 +29,17 @@ def slow_link(wish: Wish, home: Home) -> Path:
     )
 
 
+def uneven_machines(wish: Wish, home: Home) -> Path:
+    """Groups of two ranks on machines of one and of three ranks."""
+    return train_small(
+        wish,
+        home,
+        layout={"tp": 2, "dp": 2, "micro_batch": 4},
+        train={"batch_tokens": 2048, "steps": 16},
+        fault=Fault(kind="uneven machines", amount=wish.severity),
+    )
+
+
 def slow_rank(wish: Wish, home: Home) -> Path:
     """One of two ranks takes longer for everything, and for longer than a busy machine holds one up."""
     return train_small(
@@ -121,6 +132,14 @@ PROBLEMS = (
         loop="training",
         causes=("exposed_communication",),
         levers=("layout.tp", "layout.dp", "layout.pp"),
+    ),
+    Problem(
+        name="uneven-machines",
+        says="tp=2 on machines of one and three ranks",
+        make=uneven_machines,
+        loop="training",
+        causes=("bad_placement",),
+        levers=(ACTION,),
     ),
     Problem(
         name="slow-rank",

@@ -21,6 +21,7 @@ Cause = Literal[
     "idle_device",
     # training loop: many devices
     "exposed_communication",
+    "bad_placement",
     "bubble",
     "straggler",
     "memory_pressure",
@@ -43,6 +44,7 @@ Cause = Literal[
     "batch_too_small",
     "static_batching",
     "rejected_drafts",
+    "adapter_thrashing",
     "over_provisioned",
     "wrong_replica_size",
     "cold_starts",

@@ -141,7 +141,24 @@ def _settings(page: Page, server: Server, values: Mapping[str, float]) -> tuple[
         more["kv_capacity_tokens"] = tokens * engines
     if engines > 1:
         more["replicas"] = float(engines)
-    return settings, more
+    return settings, more | adapters_of(page, server)
+
+
+def adapters_of(page: Page, server: Server) -> dict[str, float]:
+    """LoRA adapters of running and of waiting requests: the latest of the sets that the page has kept."""
+    sets = page.find(server.adapters) if server.adapters else ()
+    if not sets:
+        return {}
+    labels = max(sets, key=lambda sample: sample.value).labels
+    running, waiting = (
+        {name.strip() for name in labels.get(f"{state}_lora_adapters", "").split(",") if name.strip()}
+        for state in ("running", "waiting")
+    )
+    return {
+        "adapter_slots": number_of(labels.get("max_lora")) or 0.0,
+        "adapters_running": float(len(running)),
+        "adapters_waiting": float(len(waiting - running)),
+    }
 
 
 # --- where it is

@@ -43,8 +43,8 @@ _TIMES = (
 )
 """what a recording falsifies in the step it records; who was slowest is told of the step before, and only where that
 one was not recorded"""
-_STARTUP = ("torch_call_s", "micro_batch_overhead_fraction")
-"""costs that a run measures once, before its first step"""
+_STARTUP = ("torch_call_s", "micro_batch_overhead_fraction", "group_machines", "group_machines_least")
+"""what a run measures once, before its first step"""
 
 
 def read_run(run: Run, home: Home) -> Reading:

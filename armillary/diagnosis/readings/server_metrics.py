@@ -25,6 +25,7 @@ class Server:
     durations: Names = field(default_factory=dict)  # gauge -> counters of microseconds and of requests, per model
     step_tokens: str = ""  # histogram of the tokens of an engine step
     info: str = ""  # metric whose labels are settings
+    adapters: str = ""  # metric whose labels list LoRA adapters, and whose value is when they were so
     flags: Mapping[str, str] = field(default_factory=dict)  # key of our recipe -> its flag, with {value}
     replica: str = ""  # what a person does for one more replica
 
@@ -33,6 +34,7 @@ _VLLM = Server(
     name="vllm",
     prefix="vllm:",
     info="vllm:cache_config_info",
+    adapters="vllm:lora_requests_info",
     step_tokens="vllm:iteration_tokens_total",
     values={
         "running": ("vllm:num_requests_running",),
@@ -63,6 +65,7 @@ _VLLM = Server(
         "serve.max_tokens_per_step": "--max-num-batched-tokens {value}",
         "serve.kv_dtype": "--kv-cache-dtype {value}",
         "serve.prefix_cache": "--enable-prefix-caching",
+        "serve.max_adapters": "--max-loras {value}",
     },
     replica="one more server behind a router, or --data-parallel-size {value}",
 )

@@ -2,7 +2,7 @@
 
 from statistics import median
 
-from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding, Rule
+from armillary.diagnosis.evidence.finding import Cause, Evidence, Finding, Lever, Rule, measured
 from armillary.diagnosis.evidence.step_parts import Parts, parts_of, recompute_share
 from armillary.diagnosis.evidence.stragglers import find_straggler, waited_for_others
 from armillary.diagnosis.evidence.thresholds import (
@@ -22,15 +22,48 @@ from armillary.spec.plan import Plan
 from armillary.units import bytes_text, seconds_text
 
 
-def exposed_communication(reading: Reading, plan: Plan | None) -> Finding | None:
-    """Communication that no computation hides; waiting for a straggler counts for the straggler."""
+def bad_placement(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Ranks that exchange the most, of a tp or ep group, are on more machines than they need, and their communication
+    is exposed: machines have different numbers of ranks, or a number that the group does not divide."""
+    machines, least = reading.get("group_machines"), reading.get("group_machines_least")
+    share = _exposed(reading)[1]
+    if machines is None or least is None or machines <= least or share < EXPOSED_COMM_SHARE:
+        return None
+    lever = Lever(
+        title="whole groups on a machine",
+        action="as many ranks on every machine, a multiple of the group's: --ntasks-per-node, --nproc-per-node, "
+        "nvidia.com/gpu per pod; or a group that divides what a machine has",
+        speedup=1.0,
+        at_most=1 / (1 - min(0.95, share)),
+        risk="a longer wait for whole machines",
+        basis="the exposed communication, of which links inside a machine leave little",
+    )
+    return Finding(
+        loop="training",
+        cause="bad_placement",
+        rule="bad_placement",
+        share=share,
+        evidence=measured(reading, "group_machines", "group_machines_least"),
+        levers=(lever,),
+        says=f"a group of ranks that exchanges in every layer is on {machines:.0f} machines where {least:.0f} would "
+        f"hold it, and ranks communicate {share:.0%} of the time with no computation beside it",
+    )
+
+
+def _exposed(reading: Reading) -> tuple[float, float]:
+    """(seconds per step, share of the time) of exposed communication; waiting for a straggler is the straggler's, and a
+    heavier stage is waited for in the bubble."""
     parts = parts_of(reading)
     if parts is None:
         share = reading.get("comm_exposed_fraction") or 0.0
-        seconds = share * (reading.get("step_s") or 0.0)
-    else:  # a heavier stage is waited for in the bubble
-        seconds = parts.comm_exposed - max(0.0, waited_for_others(reading) - parts.bubble)
-        share = parts.share(seconds)
+        return share * (reading.get("step_s") or 0.0), share
+    seconds = parts.comm_exposed - max(0.0, waited_for_others(reading) - parts.bubble)
+    return seconds, parts.share(seconds)
+
+
+def exposed_communication(reading: Reading, plan: Plan | None) -> Finding | None:
+    """Communication that no computation hides."""
+    seconds, share = _exposed(reading)
     if share < EXPOSED_COMM_SHARE:
         return None
     expected = reading.predicted("comm_exposed_s")
@@ -234,6 +267,7 @@ def _stall(cause: Cause, gauge: str, parts: Parts, each: float, period: int, act
 
 
 RULES: tuple[Rule, ...] = (
+    bad_placement,
     exposed_communication,
     bubble,
     straggler,

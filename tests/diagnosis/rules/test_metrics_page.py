@@ -61,6 +61,30 @@ def test_a_real_server_that_drowns(cli: Cli) -> None:
     assert found["levers"][0]["speedup"] == pytest.approx((11228 + 2826 + 162) / 11228), "what came over what was done"
 
 
+LORA = (
+    'vllm:lora_requests_info{{max_lora="{slots}",running_lora_adapters="{running}",'
+    'waiting_lora_adapters="{waiting}"}} {at}'
+)
+
+
+def with_adapters(text: str, *sets: tuple[str, str], slots: int = 2) -> str:
+    """The page with what vLLM says of adapters: (running, waiting), the latest last."""
+    said = [LORA.format(slots=slots, running=one, waiting=two, at=1.7e9 + i) for i, (one, two) in enumerate(sets)]
+    return "\n".join(("# TYPE vllm:lora_requests_info gauge", *said, text))
+
+
+def test_adapters_that_take_turns_in_too_few_slots() -> None:
+    limited = (DATA / "synthetic_vllm_batch_limited.prom").read_text()
+    found = diagnose(page(with_adapters(limited, ("a", ""), ("a,b", "b,c, d"))), Home.at("/nonexistent"))
+    assert (found.cause, found.levers[0].action) == ("adapter_thrashing", "--max-loras 4")
+    assert found.levers[0].at_most is not None and found.levers[0].at_most > 1.2
+    for sets in ([("a,b", "b")], [("a", "c")], [("a,b", "c"), ("a,b", "a")]):
+        other = diagnose(page(with_adapters(limited, *sets)), Home.at("/nonexistent"))
+        assert other.cause == "batch_too_small", "none waits for a slot, or one is free, or that is over"
+    full = (DATA / "synthetic_vllm_kv_full.prom").read_text()
+    assert diagnose(page(with_adapters(full, ("a,b", "c"))), Home.at("/nonexistent")).cause == "preemption"
+
+
 def throughput(case: Case) -> float:
     first, second = (reading_of_page(text, source="x").values["tokens_out_total"] for text in pages(case, 8.0, 18.0))
     return second - first

@@ -10,6 +10,7 @@ from armillary.diagnosis.diagnose import diagnose
 from armillary.diagnosis.evidence.stragglers import find_straggler, recent_straggler, stage_flops
 from armillary.diagnosis.evidence.thresholds import COLLAPSED_ROUTER_SHARE
 from armillary.diagnosis.rules.training import (
+    bad_placement,
     bubble,
     checkpoint_stall,
     expert_imbalance,
@@ -32,6 +33,20 @@ def test_exchanges_that_nothing_hides() -> None:
     verdict = diagnose(made, NOWHERE)
     assert (verdict.loop, verdict.cause) == ("training", "exposed_communication")
     assert verdict.levers[0].change["layout.tp"] == 1 and verdict.levers[0].speedup > 1.2
+
+
+def test_groups_of_ranks_that_machines_cut_through() -> None:
+    """tp = 8 on machines of 5 and 3 ranks: named before the exchanges that are slow because of it."""
+    told = {"group_machines": 2.0, "group_machines_least": 1.0}
+    made = reading_of(plan_of("layout.tp=8", "layout.dp=1"), comm_exposed_s=0.4, **told)
+    verdict = diagnose(made, NOWHERE)
+    assert (verdict.loop, verdict.cause) == ("training", "bad_placement")
+    assert "--ntasks-per-node" in verdict.levers[0].action and verdict.levers[0].at_most == pytest.approx(1 / 0.6)
+    assert "exposed_communication" in {finding.cause for finding in verdict.findings}
+    for least, exposed in ((2.0, 0.4), (1.0, 0.03)):
+        fine = reading_of(comm_exposed_s=exposed, **told | {"group_machines_least": least})
+        assert bad_placement(fine, None) is None, "as few machines as can be, or nothing lost by it"
+    assert bad_placement(reading_of(comm_exposed_s=0.4), None) is None, "not told"
 
 
 def test_copies_that_sum_gradients_too_often() -> None:
