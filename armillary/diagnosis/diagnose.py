@@ -20,17 +20,17 @@ from armillary.diagnosis.evidence.thresholds import (
 )
 from armillary.diagnosis.levers import advice, serving, training
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
-from armillary.diagnosis.readings.decision_log import AUTOSCALER
+from armillary.diagnosis.readings.autoscaler_log import AUTOSCALER
 from armillary.diagnosis.readings.gateway_page import GATEWAY
 from armillary.diagnosis.readings.job_events import KUBERNETES, SLURM
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.run_folder import is_disturbed
 from armillary.diagnosis.rules import clocks as clock_rules
 from armillary.diagnosis.rules import device as device_rules
-from armillary.diagnosis.rules import gateway_page as gateway_rules
+from armillary.diagnosis.rules import gateway as gateway_rules
 from armillary.diagnosis.rules import goodput as goodput_rules
-from armillary.diagnosis.rules import job_events as job_rules
-from armillary.diagnosis.rules import metrics_page as page_rules
+from armillary.diagnosis.rules import job_attempts as job_rules
+from armillary.diagnosis.rules import scraped_server as page_rules
 from armillary.diagnosis.rules import service_log as service_rules
 from armillary.diagnosis.rules import serving as serving_rules
 from armillary.diagnosis.rules import training as training_rules

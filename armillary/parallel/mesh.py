@@ -93,8 +93,8 @@ class Mesh:
         there is one machine, or no such group."""
         meshes = ((self.torch_mesh, "tp"), (self.experts, "ep"))
         groups = [rows for mesh, axis in meshes if mesh is not None for rows in _rows_along(mesh, axis)]
-        found = spread_of(groups, self.machines)
-        return {} if found is None else {"group_machines": found[0], "group_machines_least": found[1]}
+        spread = spread_of(groups, self.machines)
+        return {} if spread is None else {"group_machines": spread[0], "group_machines_least": spread[1]}
 
     def is_on_one_machine(self, axis: str) -> bool:
         """Whether this rank reaches all others of the axis without a network."""

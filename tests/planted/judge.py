@@ -16,10 +16,10 @@ from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules import (
     clocks,
     device,
-    gateway_page,
+    gateway,
     goodput,
-    job_events,
-    metrics_page,
+    job_attempts,
+    scraped_server,
     service_log,
     serving,
     training,
@@ -35,8 +35,8 @@ from tests.planted.sets import Set, set_of
 
 NEEDED = {"loop": 39 / 40, "cause": 37 / 40, "lever": 34 / 40}
 """share of the problems in which each must be right; no healthy run may be called ill"""
-_TRAINING = (device, clocks, training, goodput, wasted_work, training_logs, job_events)
-_SERVICES = (serving, metrics_page, service_log, gateway_page)
+_TRAINING = (device, clocks, training, goodput, wasted_work, training_logs, job_attempts)
+_SERVICES = (serving, scraped_server, service_log, gateway)
 ALL_RULES: dict[str, Rule] = {
     f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}": rule
     for module in (*_TRAINING, *_SERVICES)

@@ -6,12 +6,11 @@ Counts of requests per replica are of the time between two looks at the page, wh
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from statistics import fmean
 
 from armillary.diagnosis.readings.prometheus import Page
 from armillary.diagnosis.readings.reading import Reading
-from armillary.spec.gauges import GAUGES, SLO_LIMITS
 
 GATEWAY = "gateway"
 """Reading.by"""
@@ -53,16 +52,8 @@ def read_gateway_page(page: Page, source: str, earlier: Page | None = None, note
         by=GATEWAY,
         values=values,
         settings=settings,
-        notes=(*notes, *_missed_safety_slos(page)),
+        notes=notes,
     )
-
-
-def _missed_safety_slos(page: Page) -> Iterator[str]:
-    """Safety SLOs of the guards that are not met."""
-    for name, limit_name in SLO_LIMITS.items():
-        value, limit = page.total(f"armillary_{name}"), page.total(f"armillary_{limit_name}")
-        if value is not None and limit is not None and value > limit:
-            yield f"safety SLO: {GAUGES[name].meaning} is {value:.3g}, above its limit of {limit:.3g}"
 
 
 def _requests(page: Page, earlier: Page | None) -> dict[str, dict[str, float]]:

@@ -4,7 +4,7 @@ Percentiles are interpolated in the histograms' buckets, so they are as exact as
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from urllib.error import URLError
@@ -17,6 +17,7 @@ from armillary.diagnosis.readings.prometheus import Page, number_of, parse_page
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.readings.server_metrics import SERVERS, Server
 from armillary.errors import BadData, NotFound
+from armillary.spec.gauges import GAUGES, SLO_LIMITS, prometheus_name
 from armillary.store.home import Home
 
 APART_S = 5.0
@@ -70,8 +71,21 @@ def is_page(path: Path) -> bool:
 
 
 def reading_of_page(text: str, *, source: str, earlier: str | None = None, seconds: float = 0.0) -> Reading:
-    """What a page tells; with the page of `seconds` before, what happened in between."""
+    """What a page tells; with the page of `seconds` before, what happened in between. Safety SLOs that are missed are
+    noted of every kind of page."""
     page = parse_page(text)
+    reading = _reading(page, source, earlier, seconds)
+    return replace(reading, notes=(*reading.notes, *_missed_safety_slos(page)))
+
+
+def _missed_safety_slos(page: Page) -> Iterator[str]:
+    for name, limit_name in SLO_LIMITS.items():
+        value, limit = (page.total(prometheus_name(gauge)) for gauge in (name, limit_name))
+        if value is not None and limit is not None and value > limit:
+            yield f"safety SLO: {GAUGES[name].meaning} is {value:.3g}, above its limit of {limit:.3g}"
+
+
+def _reading(page: Page, source: str, earlier: str | None, seconds: float) -> Reading:
     if is_gateway_page(page):
         looked = () if earlier is None else (f"looked at twice, {seconds:.0f} s apart",)
         return read_gateway_page(page, source, None if earlier is None else parse_page(earlier), looked)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from armillary.diagnosis.readings.decision_log import is_decision_log, read_decision_log
+from armillary.diagnosis.readings.autoscaler_log import is_autoscaler_log, read_autoscaler_log
 from armillary.diagnosis.readings.deepspeed import is_deepspeed, read_deepspeed
 from armillary.diagnosis.readings.device_csv import is_device_csv, read_device_csv
 from armillary.diagnosis.readings.hf_trainer import is_trainer, parse_trainer_state, read_trainer, read_trainer_state
@@ -113,8 +113,8 @@ def _read_file(path: Path, home: Home) -> Reading:
         return read_sacct(path.read_text(errors="replace"), str(path))
     if is_kubernetes_events(text):
         return read_kubernetes_events(path.read_text(errors="replace"), str(path))
-    if is_decision_log(text):
-        return read_decision_log(path)
+    if is_autoscaler_log(text):
+        return read_autoscaler_log(path)
     if path.suffix == ".jsonl" or head.startswith(b'{"time":'):
         return read_gauges_file(path)
     if head.startswith(_BINARY) or (_JSON.match(head) and not _STATE.search(head)):

@@ -232,3 +232,12 @@ def test_what_is_no_page_is_refused_in_one_line(tmp_path: Path) -> None:
         read_metrics("http://127.0.0.1:9")
     with serving("hello\n") as url, pytest.raises(BadData, match="no metrics page"):
         read_metrics(url, wait=lambda _: None)
+
+
+@pytest.mark.parametrize("of", ["armillary_running 3\n", "armillary_gateway_in_flight 3\n"])
+def test_missed_safety_slos_are_noted_of_every_kind_of_page(of: str) -> None:
+    guards = "armillary_guard_s {took}\narmillary_guard_limit_s 0.2\n"
+    missed = reading_of_page(of + guards.format(took=0.5), source="x").notes
+    assert any(note.startswith("safety SLO: ") and "above its limit of 0.2" in note for note in missed)
+    met = reading_of_page(of + guards.format(took=0.1), source="x").notes
+    assert not any(note.startswith("safety SLO") for note in met)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from armillary.diagnosis.diagnose import diagnose
-from armillary.diagnosis.readings.decision_log import AUTOSCALER, is_decision_log, read_decision_log, spans_of
+from armillary.diagnosis.readings.autoscaler_log import AUTOSCALER, is_autoscaler_log, read_autoscaler_log, spans_of
 from armillary.diagnosis.readings.open_reading import open_reading
 from armillary.diagnosis.readings.reading import Reading
 from armillary.diagnosis.rules.service_log import cold_starts, over_provisioned, replica_too_large, too_few_replicas
@@ -57,16 +57,16 @@ def test_a_backlog_is_no_need_of_the_traffic(tmp_path: Path) -> None:
     append(path, AutoscalerStart(settings=settings, limits=LIMITS))
     for now in range(0, 60, 5):
         append(path, line(now, ready=2, rate=6.0, need=2.4, backlog=300.0))
-    found = read_decision_log(path).values
+    found = read_autoscaler_log(path).values
     assert found["replicas_needed"] == 3.0 and found["short_at_most_fraction"] == 0.0  # 2.4 at 0.8 fill 1.92 replicas
 
 
 def test_what_is_no_log_of_decisions(tmp_path: Path) -> None:
-    assert not is_decision_log('{"time": 1.0, "step": 3}\n') and not is_decision_log("settings limits")
+    assert not is_autoscaler_log('{"time": 1.0, "step": 3}\n') and not is_autoscaler_log("settings limits")
     path = tmp_path / "decisions.jsonl"
     append(path, line(0.0, ready=1, rate=1.0, need=1.0))
     with pytest.raises(BadData, match="no policy"):
-        read_decision_log(path)
+        read_autoscaler_log(path)
 
 
 def reading(**values: float) -> Reading:

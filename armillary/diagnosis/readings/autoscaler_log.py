@@ -66,7 +66,7 @@ class Span:
         return self.logged.signals.ready < self.full
 
 
-def is_decision_log(head: str) -> bool:
+def is_autoscaler_log(head: str) -> bool:
     """Whether a file begins with an autoscaler's policy."""
     try:
         first = json.loads(head.lstrip().split("\n", 1)[0])
@@ -75,7 +75,7 @@ def is_decision_log(head: str) -> bool:
     return isinstance(first, dict) and {"settings", "limits"} <= first.keys()
 
 
-def read_decision_log(path: Path) -> Reading:
+def read_autoscaler_log(path: Path) -> Reading:
     """What a service had and needed, weighted by time, and by requests where requests wait."""
     lines = read_log(path)
     begun = [line for line in lines if isinstance(line, AutoscalerStart)]

@@ -13,7 +13,7 @@ from armillary.diagnosis.diagnose import diagnose
 from armillary.diagnosis.evidence.server_load import load_of
 from armillary.diagnosis.readings.metrics_page import reading_of_page
 from armillary.diagnosis.readings.reading import Reading
-from armillary.diagnosis.rules.metrics_page import RULES
+from armillary.diagnosis.rules.scraped_server import RULES
 from armillary.store.home import Home
 from tests.diagnosis.data.make_vllm_pages import CASES, Case, pages
 from tests.diagnosis.readings.test_metrics_page import SGLANG, TGI
