@@ -79,9 +79,10 @@ def simplicial(kernels: set[str], timed: str) -> dict[str, Any]:
 
     from armillary.kernels.core.agreement import check, expect
     from armillary.kernels.simplicial import simplicial_triton as launches
+    from armillary.kernels.simplicial import tiles
     from armillary.kernels.simplicial.simplicial import SIMPLICIAL, SimplicialCase
 
-    launches.HOPPER_KERNELS.update(kernels)
+    tiles.HOPPER_KERNELS = kernels
     plain = {"heads": 128, "kv_heads": 1, "documents": 0}
     cases = {
         "128 heads": SimplicialCase(batch=1, length=130, window_1=6, window_2=70, **plain),
@@ -93,7 +94,7 @@ def simplicial(kernels: set[str], timed: str) -> dict[str, Any]:
     }
     if not kernels:
         cases = {}
-    version = SIMPLICIAL.version("triton")
+    version = SIMPLICIAL.version("triton, Hopper")
     assert version is not None
     for case in (PUBLISHED, *cases.values()):
         q, k = (
@@ -101,7 +102,7 @@ def simplicial(kernels: set[str], timed: str) -> dict[str, Any]:
             for n in (case.heads, 2 * case.kv_heads)
         )
         documents = torch.zeros(case.batch, case.length, dtype=torch.int32, device="cuda") if case.documents else None
-        masks, lse = (documents, 0.1, case.window_1, case.window_2), torch.zeros(q.shape[:3], device="cuda")
+        masks, lse = (documents, 0.1, case.window_1, case.window_2, True), torch.zeros(q.shape[:3], device="cuda")
         compile_first(partial(launches._simplicial, q, k, k, *masks))
         compile_first(partial(launches._simplicial_backward, q, q, lse, q, k, k, *masks))
     use_gpu()
@@ -111,7 +112,7 @@ def simplicial(kernels: set[str], timed: str) -> dict[str, Any]:
         result = check(version.load(), SIMPLICIAL, expect(SIMPLICIAL, SIMPLICIAL.inputs(case, generator), generator))
         found[name] = f"{result.error:.2g}" if result.agreed else f"NO: {result.why_not}"
         note(found)
-    flops, runs = SIMPLICIAL.work(PUBLISHED).flops, runs_of(PUBLISHED)
+    flops, runs = SIMPLICIAL.work(PUBLISHED).flops, runs_of(PUBLISHED, hopper=True)
     rates = {name: round(SHARE.get(name, 3.0) * flops / seconds(runs[name], 3) / 1e12) for name in (timed, "backward")}
     return found | rates
 
@@ -137,6 +138,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "second 2 × 224": second(2, 224),
     "query 3 and 2": query(3, 2),
     "guide": guide,
+    "all three": lambda: simplicial({"forward", "query", "second"}, "forward"),
     "triton": lambda: simplicial(set(), "forward"),
 }
 

@@ -23,9 +23,10 @@ from torch import Tensor
 from armillary.kernels.core.agreement import check, expect
 from armillary.kernels.simplicial import simplicial_triton as launches
 from armillary.kernels.simplicial import tiles as tile_table
+from armillary.kernels.simplicial.gradients_triton import query_gradients, second_gradients
 from armillary.kernels.simplicial.paged import PAGED_SIMPLICIAL, PagedSimplicialCase
 from armillary.kernels.simplicial.simplicial import SIMPLICIAL, SimplicialCase
-from armillary.kernels.simplicial.tiles import SimplicialTiles
+from armillary.kernels.simplicial.tiles import SimplicialTiles, ordered
 
 PUBLISHED = SimplicialCase(batch=4, length=8192, heads=128, window_1=32, window_2=512)
 OTHERS = {
@@ -135,22 +136,23 @@ def seconds(run: Callable[[], object], repeats: int = 5) -> float:
     return times[len(times) // 2] / 1e3
 
 
-def runs_of(case: SimplicialCase) -> dict[str, Callable[[], object]]:
-    """Each kernel with its own inputs."""
+def runs_of(case: SimplicialCase, *, hopper: bool = False) -> dict[str, Callable[[], object]]:
+    """Each kernel with its own inputs; `hopper`: by the kernels in HOPPER_KERNELS where there is one."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v, options = SIMPLICIAL.inputs(case, generator)
     scale = options.scale_for(case.head_dim)
-    out, lse = launches._simplicial(q, k, v, None, scale, *options.pair_windows)
-    keys, values, windows = launches._ordered(k, v, *options.pair_windows)
+    masks = (None, scale, *options.pair_windows, hopper)
+    out, lse = launches._simplicial(q, k, v, *masks)
+    keys, values, windows = ordered(k, v, *options.pair_windows)
     factors = (scale, scale * launches._LOG2E, *windows)
     grad, delta = torch.randn_like(out), torch.zeros_like(lse)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     shared: tuple[Tensor, Tensor, Tensor, None] = (grad, lse, delta, None)
     return {
-        "forward": lambda: launches._simplicial(q, k, v, None, scale, *options.pair_windows),
-        "query": lambda: launches._query_gradients(q, keys, values, shared, dq, factors),
-        "second": lambda: launches._second_gradients(q, keys, values, shared, None, dk, dv, factors, 0),
-        "backward": lambda: launches._simplicial_backward(grad, out, lse, q, k, v, None, scale, *options.pair_windows),
+        "forward": lambda: launches._simplicial(q, k, v, *masks),
+        "query": lambda: query_gradients(q, keys, values, shared, dq, factors, hopper),
+        "second": lambda: second_gradients(q, keys, values, shared, None, dk, dv, factors, 0, hopper),
+        "backward": lambda: launches._simplicial_backward(grad, out, lse, q, k, v, *masks),
     }
 
 
@@ -178,7 +180,7 @@ def speeds(log: Log) -> None:
     for name, case in {"published": PUBLISHED, **OTHERS}.items():
         if log.is_over:
             return
-        work, runs = SIMPLICIAL.work(case), runs_of(case)
+        work, runs = SIMPLICIAL.work(case), runs_of(case, hopper=True)
         for part, flops in (("forward", work.flops), ("backward", work.backward_flops)):
             log.put("tflops", f"{name}, {part}", round(flops / seconds(runs[part], 3) / 1e12))
 

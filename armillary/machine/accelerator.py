@@ -56,6 +56,11 @@ class Accelerator:
         return self.has_capability((9, 0))
 
     @property
+    def wgmma(self) -> bool:
+        """Whether it has Hopper's warpgroup MMAs, which no later chip has."""
+        return self.vendor == "nvidia" and self.capability == (9, 0)
+
+    @property
     def early_launch(self) -> bool:
         """Whether a kernel may start while the previous one still runs (programmatic dependent launch)."""
         return self.has_capability((9, 0))

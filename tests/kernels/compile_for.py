@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -261,19 +261,18 @@ def large_linear(*, residual: bool) -> None:
     run(x, weight, y[0], "silu", y) if residual else run(x, weight)
 
 
-def simplicial(heads: int, dtype: torch.dtype = BF16, *, kernels: Iterable[str] = ()) -> None:
+def simplicial(heads: int, dtype: torch.dtype = BF16, *, hopper: bool = False) -> None:
     from armillary.kernels.simplicial import simplicial_triton as launches
 
-    launches.HOPPER_KERNELS = set(kernels)
     q, kv = torch.zeros(1, 300, heads, 128, dtype=dtype), torch.zeros(1, 300, 2, 128, dtype=dtype)
-    windows = (None, 0.1, 32, 512)
+    windows = (None, 0.1, 32, 512, hopper)
     out, lse = launches._simplicial(q, kv, kv, *windows)
     launches._simplicial_backward(out, out, lse, q, kv, kv, *windows)
 
 
 CASES: dict[str, Callable[[], None]] = {
     **{f"2-simplicial, {heads} heads": lambda heads=heads: simplicial(heads) for heads in (4, 128)},
-    "2-simplicial, Hopper": lambda: simplicial(128, kernels=("forward", "query", "second")),
+    "2-simplicial, Hopper": lambda: simplicial(128, hopper=True),
     "large linear, Hopper": lambda: large_linear(residual=False),
     "large linear with residual, Hopper": lambda: large_linear(residual=True),
     "2-simplicial, fp32": lambda: simplicial(8, FP32),

@@ -16,6 +16,7 @@ from armillary.machine.accelerator import Accelerator, accelerator_of
 _UNITS: dict[str, tuple[Callable[[Accelerator], bool], str]] = {
     "sm_80": (lambda chip: chip.has_capability((8, 0)), "needs an NVIDIA GPU of compute capability 8.0"),
     "sm_90": (lambda chip: chip.has_capability((9, 0)), "needs an NVIDIA GPU of compute capability 9.0"),
+    "wgmma": (lambda chip: chip.wgmma, "needs warpgroup MMAs, which NVIDIA GPUs of compute capability 9.0 have"),
     "tma": (lambda chip: chip.tma, "needs TMA, which NVIDIA GPUs have from compute capability 9.0 on"),
     "fp8": (lambda chip: chip.fp8, "needs fp8 units, which NVIDIA GPUs have from compute capability 8.9 on"),
     "grouped_gemm": (lambda chip: chip.grouped_gemm, "torch has no grouped GEMM for this GPU"),

@@ -89,7 +89,7 @@ def _not_own(case: PagedSimplicialCase) -> str | None:
 PAGED_SIMPLICIAL = Op(
     name="paged_simplicial",
     reference=paged_simplicial,
-    versions=(in_triton("simplicial.simplicial_triton", "paged_simplicial", refuses=_not_own),),
+    versions=(in_triton("simplicial.paged_simplicial_triton", "paged_simplicial", refuses=_not_own),),
     inputs=_inputs,
     work=_work,
     small=lambda case: replace(case, batch=min(case.batch, 3), context=min(case.context, 640)),

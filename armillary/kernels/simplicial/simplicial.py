@@ -145,6 +145,12 @@ def _not_own(case: SimplicialCase) -> str | None:
     return "it sums in fp32" if case.dtype == "fp64" else None
 
 
+def _not_hopper(case: SimplicialCase) -> str | None:
+    if case.head_dim != 128 or case.heads != 128 * case.kv_heads:
+        return "it is for 128 heads of 128 dims per KV head"
+    return None if case.dtype in ("bf16", "fp16") else "it is for 16-bit dtypes"
+
+
 def _not_whole(case: SimplicialCase) -> str | None:
     logits = 4.0 * case.batch * case.heads * case.length**2 * case.window_1
     return f"it would hold {logits / 1e9:.0f} GB of logits" if logits > 1e9 else None
@@ -169,6 +175,13 @@ SIMPLICIAL = Op(
     name="simplicial",
     reference=reference,
     versions=(
+        in_triton(
+            "simplicial.simplicial_triton",
+            "on_hopper",
+            name="triton, Hopper",
+            refuses=_not_hopper,
+            needs=("wgmma",),
+        ),
         in_triton("simplicial.simplicial_triton", "simplicial", refuses=_not_own),
         Version(name="blocks", run=by_blocks),
         replace(compiled(reference), refuses=_not_whole),

@@ -40,7 +40,7 @@ class QueryTiles:
 class SecondTiles:
     """Launch options of the kernel of second keys."""
 
-    stages: int = 3
+    stages: int = 2
     registers: int = 224
 
 
@@ -50,7 +50,7 @@ FORWARD_TILES, QUERY_TILES, SECOND_TILES = ForwardTiles(), QueryTiles(), SecondT
 def why_not(q_BTND: Tensor, k_BTKD: Tensor, rows: int) -> str | None:
     """Why these kernels cannot take these; `rows`: heads of a program."""
     chip = accelerator_of(q_BTND.device)
-    if chip is None or chip.vendor != "nvidia" or chip.capability != (9, 0):
+    if chip is None or not chip.wgmma:
         return "wgmma is Hopper's"
     if q_BTND.dtype not in (torch.bfloat16, torch.float16) or q_BTND.shape[-1] != D:
         return f"they are for heads of {D} dims in 16 bits"

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.attention.attention import reference as plain_reference
+from armillary.kernels.core.requirements import lacking
 from armillary.kernels.simplicial.paged import PAGED_SIMPLICIAL, PagedSimplicialCase
 from armillary.kernels.simplicial.simplicial import SIMPLICIAL, SimplicialCase, by_blocks, reference
+from armillary.machine.accelerator import of_nvidia
 from tests.kernels.agreeing import assert_agrees
 from tests.kernels.interpreter import needs_interpreter
 
@@ -90,6 +92,34 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels_agree(name: str) -> None:
     assert_agrees(SIMPLICIAL, CASES[name])
+
+
+HOPPER = SimplicialCase(batch=1, length=130, heads=128, window_1=6, window_2=70)
+HOPPER_CASES = {
+    "part of a tile": HOPPER,
+    "whole windows": replace(HOPPER, batch=2, length=301, window_1=5, window_2=130),
+    "longer first window": replace(HOPPER, window_1=70, window_2=6),
+    "two KV heads": replace(HOPPER, batch=2, length=150, heads=256, kv_heads=2, window_1=3, window_2=129),
+    "documents": replace(HOPPER, batch=2, length=121, window_2=33, documents=3),
+    "fp16": replace(HOPPER, dtype="fp16"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(lacking(("wgmma",), "cuda")) if torch.cuda.is_available() else True, reason="Hopper's")
+@pytest.mark.parametrize("name", HOPPER_CASES)
+def test_the_kernels_for_hopper_agree(name: str) -> None:
+    assert_agrees(SIMPLICIAL, HOPPER_CASES[name], "triton, Hopper")
+
+
+def test_the_kernels_for_hopper_are_for_128_heads_of_128_dims_on_hopper() -> None:
+    version = SIMPLICIAL.version("triton, Hopper")
+    assert version is not None
+    assert version.refuses(HOPPER) is None
+    refused = {"heads": 64, "kv_heads": 2, "head_dim": 64, "dtype": "fp32"}
+    assert all(version.refuses(replace(HOPPER, **{name: value})) for name, value in refused.items())
+    assert of_nvidia((9, 0)).wgmma and not any(of_nvidia(each).wgmma for each in ((8, 9), (10, 0), (12, 0)))
+    assert lacking(version.needs, "cpu") is not None
 
 
 @needs_interpreter
