@@ -74,7 +74,7 @@ def _ranked(case: TrainCase, node: Node, devices: int, steps: int, cost: Cost, c
     about = Ranked(node=node, frameworks=catalogue.chips()[node.chip].frameworks)
     try:
         cluster = _cluster(node, devices)
-        best = fastest(replace(case, cluster=cluster, measured=None, correction=None), counted)
+        best = fastest(replace(case, cluster=cluster, measured=None, recorded=None, correction=None), counted)
     except ArmillaryError as error:
         return replace(about, reason=str(error))
     seconds = float(best.time.total[0])

@@ -14,6 +14,7 @@ from armillary.errors import BadInput
 from armillary.planning.device_model.correction import load_correction
 from armillary.planning.device_model.frameworks import OURS, OURS_BY_LAYER, OURS_ON_CPU, Software, has_fused_block
 from armillary.planning.device_model.measured_peaks import cpu_peaks, measured_peaks, with_measured_links
+from armillary.planning.device_model.recorded_peaks import recorded_peaks
 from armillary.planning.training.train_case import Lora, TrainCase, lora_of, read_lora
 from armillary.profiling.dtypes.choice import Resolved, resolve_training
 from armillary.profiling.dtypes.rates import PROBE
@@ -74,7 +75,8 @@ def resolve(
     )
     recipe = replace(recipe, layout=replace(recipe.layout, precision=resolved.dtype))
     cluster, measured, share, notes = _devices(with_measured_links(home, cluster), recipe.layout, home)
-    notes = (*notes, *_measured_links(cluster.tiers))
+    recorded = recorded_peaks(cluster.chip) if measured is None else None
+    notes = (*notes, *_measured_links(cluster.tiers), *_recorded(cluster.chip, recorded))
     adapters = read_lora(lora, model) if lora is not None else lora_of(model, job)
     correction = load_correction(home, cluster.chip.name) if is_corrected else None
     if correction is not None:
@@ -90,6 +92,7 @@ def resolve(
         batch_tokens=job.batch_tokens,
         measured=measured,
         measured_share=share,
+        recorded=recorded,
         loss_chunk=job.chunk_tokens(model.vocab),
         lora=adapters,
         software=_software(model, cluster, adapters),
@@ -123,6 +126,14 @@ def _unknown_links(tiers: Sequence[Tier]) -> tuple[str, ...]:
     """A note for each link whose speed is neither in the catalogue nor measured."""
     unknown = [tier.link for tier in tiers if tier.link.bytes_per_s is None]
     return tuple(f"the speed of {link.title} is unknown: {_REMEDY[link.kind == 'scale_out']}" for link in unknown)
+
+
+def _recorded(chip: Chip, recorded: Peaks | None) -> tuple[str, ...]:
+    """A note where ceilings are those of another device of this kind."""
+    if recorded is None:
+        return ()
+    title = f"no {chip.title} was measured here: its ceilings are those that another one reached on {recorded.date}"
+    return (f"{title}; armillary bench ceilings measures yours",)
 
 
 def _measured_links(tiers: Sequence[Tier]) -> tuple[str, ...]:

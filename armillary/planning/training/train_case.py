@@ -80,6 +80,8 @@ class TrainCase:
     measured: Peaks | None = None
     measured_share: float = 1.0
     """share of those ceilings per device of the layout (processes that share a CPU)"""
+    recorded: Peaks | None = None
+    """ceilings of another device of this chip, for the step time where nothing was measured"""
     lora: Lora | None = None
     pure: bool = False
     """weights, gradients and moments are all in the working precision, without fp32 master weights"""
@@ -101,9 +103,8 @@ class TrainCase:
 
     @cached_property
     def curves(self) -> Curves:
-        values = curves(
-            self.cluster.chip, self.measured, kernel=self.software.attention_kernel, share=self.measured_share
-        )
+        ceilings, kernel = self.measured or self.recorded, self.software.attention_kernel
+        values = curves(self.cluster.chip, ceilings, kernel=kernel, share=self.measured_share)
         return replace(values, kernel_s=0.0) if self.software.eager_layers else values  # launch_s counts the calls
 
     @cached_property
