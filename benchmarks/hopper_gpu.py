@@ -27,13 +27,13 @@ GPU_SECONDS = 40
 
 def gemm(**tiles: int) -> Callable[[], dict[str, Any]]:
     def run() -> dict[str, Any]:
-        from gemm_gpu import agreement, epilogues, operands, speeds
+        from gemm_gpu import agreement, epilogues, multiplied, operands, speeds
 
-        from armillary.kernels.gemm.large_linear_wgmma import LinearTiles, large_linear
+        from armillary.kernels.gemm.large_linear_wgmma import LinearTiles
 
         residual = "residual" in tiles
         chosen = None if residual else LinearTiles(**tiles)
-        compile_first(lambda: large_linear(*operands(8, 8, 8), tiles=chosen))
+        compile_first(lambda: multiplied(*operands(8, 8, 8), tiles=chosen))
         use_gpu()
         found: dict[str, Any] = {"agrees": agreement(chosen, residual=residual)}
         note(found)
@@ -129,6 +129,8 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "gemm 2 × 3": gemm(stages=3, split=1),
     "gemm 1 × 4, halves": gemm(consumers=1),
     "gemm 2 × 4, groups of 16": gemm(group=16),
+    "gemm 3 × 3, 192 rows": gemm(rows=192, consumers=3, stages=3),
+    "gemm 3 × 3, 192 rows, groups of 16": gemm(rows=192, consumers=3, stages=3, group=16),
     "gemm residual": gemm(residual=1),
     "forward 128, free": forward(128, 2, 0),
     "forward 128, scores ping-pong": forward(128, 2, 1),

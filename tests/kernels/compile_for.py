@@ -254,11 +254,13 @@ def lora(rows: int, slots: int = 64, rank: int = 16, dtype: torch.dtype = BF16) 
     add_lora(y, x, a, b, part, lora_rows(torch.arange(rows) % slots, slots))
 
 
-def large_linear(*, residual: bool) -> None:
-    from armillary.kernels.gemm.large_linear_wgmma import large_linear as run
+def large_linear(tiles: str = "", *, residual: bool = False) -> None:
+    from armillary.kernels.gemm import large_linear_wgmma as launches
 
     x, weight, y = (torch.zeros(m, n, dtype=BF16) for m, n in ((1000, 520), (776, 520), (1000, 776)))
-    run(x, weight, y[0], "silu", y) if residual else run(x, weight)
+    added = y if residual else None
+    assert launches.why_not(x, weight, added) is None
+    launches.run_tiles(x, weight, y[0] if residual else None, "silu" if residual else "none", added, tiles)
 
 
 def simplicial(heads: int, dtype: torch.dtype = BF16, *, hopper: bool = False) -> None:
@@ -273,7 +275,8 @@ def simplicial(heads: int, dtype: torch.dtype = BF16, *, hopper: bool = False) -
 CASES: dict[str, Callable[[], None]] = {
     **{f"2-simplicial, {heads} heads": lambda heads=heads: simplicial(heads) for heads in (4, 128)},
     "2-simplicial, Hopper": lambda: simplicial(128, hopper=True),
-    "large linear, Hopper": lambda: large_linear(residual=False),
+    "large linear, Hopper": large_linear,
+    "large linear of 192 rows, Hopper": lambda: large_linear("192 rows"),
     "large linear with residual, Hopper": lambda: large_linear(residual=True),
     "2-simplicial, fp32": lambda: simplicial(8, FP32),
     "delta rows, decoding": lambda: delta_rows(1),
@@ -363,7 +366,7 @@ def main(number: str, *names: str) -> None:
             CASES[name]()
             found[name] = list(compiled)
         except Exception as error:  # every case is told of
-            found[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
+            found[name] = f"{type(error).__name__}: {str(error).strip()[-300:]}"
     print(json.dumps(found))
 
 

@@ -219,6 +219,7 @@ OPS: dict[str, str] = {
     "simplicial": "simplicial.simplicial:SIMPLICIAL",
     "paged_simplicial": "simplicial.paged:PAGED_SIMPLICIAL",
     "small_linear": "gemm.skinny:SMALL_LINEAR",
+    "large_linear": "gemm.large_linear:LARGE_LINEAR",
     "small_moe": "moe.moe:SMALL_MOE",
     "grouped_moe": "moe.moe:GROUPED_MOE",
     "grouped_linear": "gemm.grouped:GROUPED_LINEAR",

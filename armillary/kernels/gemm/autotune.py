@@ -1,7 +1,8 @@
 """The fastest GEMM algorithm per shape, for GEMMs that follow each other: candidates timed alternately on a hot GPU.
 
 A GPU at its power limit runs slower than in a burst, and not every algorithm by the same factor; so each is timed for
-tenths of a second while the GPU stays busy. Where cuBLASLt is not available, or torch is as fast, torch is used.
+tenths of a second while the GPU stays busy. Candidates are cuBLASLt's algorithms and, on Hopper, our persistent GEMM;
+where none is faster than torch, torch is used.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,15 +13,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.requirements import note_once
+from armillary.kernels.core.requirements import lacking, note_once
+from armillary.kernels.core.version_trial import first_line
 from armillary.kernels.gemm.cublaslt import CublasLtGemm
-from armillary.kernels.gemm.gemm import LIBRARY, SEPARATE, TORCH, Gemms, GemmShape, TunedGemms, add_, with_algorithm
+from armillary.kernels.gemm.gemm import (
+    LIBRARY,
+    PERSISTENT,
+    SEPARATE,
+    TORCH,
+    Gemms,
+    GemmShape,
+    TunedGemms,
+    add_,
+    persistent,
+    with_algorithm,
+)
 
 # M tokens, N outputs of a linear layer, K inputs
 
 _WARM_UP_S, _FIRST_ROUND_S, _FINAL_ROUND_S = 0.3, 0.025, 0.15
 # candidates whose variants are tried, candidates in the final, and rounds of the final
 _VARIED, _FINALISTS, _ROUNDS = 1, 2, 2
+_TOLERANCE = 1e-2  # relative to torch's result
 _GAIN = 1.005  # speed-up over torch that an algorithm must reach
 Runs = dict[str, Callable[[], Any]]
 
@@ -34,7 +48,7 @@ class LinearShape(NamedTuple):
 
 
 def tune(layers: Iterable[LinearShape], M: int, dtype: torch.dtype, device: torch.device) -> dict[str, str]:
-    """For linear layers on M tokens: GEMM key -> 'torch' or 'lt ALGORITHM'."""
+    """For linear layers on M tokens: GEMM key -> 'torch', 'lt ALGORITHM' or 'persistent TILES'."""
     names: dict[str, str] = {}
     for N, K, added in dict.fromkeys(layers):
         x, w, dy, addend = _random(dtype, device, (M, K), (N, K), (M, N), (M, N) if added else (0, N))
@@ -90,8 +104,43 @@ def _ranking(taken: dict[str, float]) -> list[str]:
 
 def _tune_gemm(shape: GemmShape, arguments: tuple[Tensor, ...]) -> str:
     plain = getattr(Gemms(), shape.kind)
-    candidates = CublasLtCandidates(shape, plain(*arguments), arguments)
-    return fastest({TORCH: lambda: plain(*arguments), **candidates.proposals()}, candidates.variants)
+    expected = plain(*arguments)
+    candidates = CublasLtCandidates(shape, expected, arguments)
+    runs = {TORCH: lambda: plain(*arguments), **candidates.proposals(), **own_candidates(shape, expected, arguments)}
+    return fastest(runs, candidates.variants)
+
+
+def own_candidates(shape: GemmShape, expected: Tensor, arguments: tuple[Tensor, ...]) -> Runs:
+    """Our persistent GEMM, with each choice of tiles whose result equals torch's up to the order of sums."""
+    runs: Runs = {}
+    for tiles in own_tiles(arguments[0].device, added=len(arguments) > 2):
+        name = f"{PERSISTENT}{tiles}"
+        run = persistent(name, shape, arguments[0])
+        if run is None:
+            continue
+        try:
+            agrees = _agrees(run(*arguments), expected)
+        except Exception as error:  # a compiler may fail in its own way on another release; cuBLAS remains
+            note_once(f"the GEMM {name} is not tried for {shape.key}: {first_line(error)[:200]}")
+            continue
+        if agrees:
+            runs[name] = partial(run, *arguments)
+        else:
+            note_once(f"the GEMM {name} is not used for {shape.key}: it disagrees with torch")
+    return runs
+
+
+def own_tiles(device: torch.device, *, added: bool) -> list[str]:
+    """Names of tiles that are tried: one where something is added, whose tiles leave less space in shared memory."""
+    if lacking(("triton", "wgmma"), device.type):
+        return []
+    from armillary.kernels.gemm.large_linear_wgmma import TILES
+
+    return list(TILES)[:1] if added else list(TILES)
+
+
+def _agrees(result: Tensor, expected: Tensor) -> bool:
+    return float((result - expected).float().norm() / expected.float().norm()) < _TOLERANCE
 
 
 def _tune_sum(shape: GemmShape, dtype: torch.dtype, device: torch.device, names: Mapping[str, str]) -> str:
@@ -142,8 +191,7 @@ class CublasLtCandidates:
         run = with_algorithm(self.gemm, name)
         if run is None:
             return None
-        error = (run(*self.arguments) - self.expected).float().norm() / self.expected.float().norm()
-        if not float(error) < 1e-2:
+        if not _agrees(run(*self.arguments), self.expected):
             return None
         return partial(run, *self.arguments, *(() if self.total is None else (self.total, self.total)))
 

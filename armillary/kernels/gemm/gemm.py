@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.kernels.core.requirements import has_triton
+from armillary.kernels.core.requirements import has_triton, lacking
 from armillary.kernels.gemm.cublaslt import CublasLtGemm
 
 # M tokens, N outputs of a linear layer, K inputs
 
-# what runs a GEMM; separate: the gradient in the operands' dtype, then a kernel that adds it to the sum. The values are
-# stored with runs and choices.
-TORCH, SEPARATE, LIBRARY = "torch", "apart", "lt "
+# what runs a GEMM; separate: the gradient in the operands' dtype, then a kernel that adds it to the sum; persistent:
+# our own for Hopper, with tiles of that name. The values are stored with runs and choices.
+TORCH, SEPARATE, LIBRARY, PERSISTENT = "torch", "apart", "lt ", "persistent "
 RunGemm = Callable[..., Tensor]  # takes the two operands, the addend, and the output
 
 
@@ -69,7 +69,7 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 
 
 class TunedGemms(Gemms):
-    """By the cuBLASLt algorithms in `names`; by torch where it has none, or for another shape."""
+    """By the cuBLASLt algorithms, or tiles of ours, in `names`; by torch where it has none, or for another shape."""
 
     fused_add = True
 
@@ -110,10 +110,29 @@ class TunedGemms(Gemms):
         shape = _shape(kind, rows, N, K)
         key = shape, rows.dtype
         if key not in self._cache:
-            name = self.names.get(shape.key, TORCH)
-            is_torch = name in (TORCH, SEPARATE)
-            self._cache[key] = None if is_torch else with_algorithm(CublasLtGemm(*shape, rows.dtype), name)
+            self._cache[key] = _run_of(self.names.get(shape.key, TORCH), shape, rows)
         return self._cache[key]
+
+
+def _run_of(name: str, shape: GemmShape, rows: Tensor) -> RunGemm | None:
+    """None: torch."""
+    if name in (TORCH, SEPARATE):
+        return None
+    if name.startswith(PERSISTENT):
+        return persistent(name, shape, rows)
+    return with_algorithm(CublasLtGemm(*shape, rows.dtype), name)
+
+
+def persistent(name: str, shape: GemmShape, rows: Tensor) -> RunGemm | None:
+    """Our GEMM with the tiles 'persistent TILES'; None for what it does not do, and for chips that it is not for."""
+    if lacking(("triton", "wgmma"), rows.device.type) or shape.kind != "forward" or shape.N % 8 or shape.K % 8:
+        return None
+    from armillary.kernels.gemm.large_linear_wgmma import TILES, run_tiles
+
+    tiles = name.removeprefix(PERSISTENT)
+    if tiles not in TILES or rows.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return lambda x, w_NK, add=None: run_tiles(x, w_NK, None, "none", add, tiles)
 
 
 def with_algorithm(gemm: CublasLtGemm, name: str) -> RunGemm | None:

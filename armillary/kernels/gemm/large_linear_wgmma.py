@@ -1,310 +1,46 @@
-"""A persistent GEMM with an epilogue for Hopper, in Gluon: one warp copies tiles by TMA into a ring in shared memory,
-two warpgroups multiply them by wgmma, each the upper or the lower half of an output tile.
-
-The copying warp runs ahead over tile borders, so the next tile's operands arrive while an epilogue is computed, and an
-output tile leaves by TMA while the next one is multiplied. Output tiles are visited in groups of rows, whose operands
-stay in L2.
-"""
+"""Launches of the persistent GEMM for Hopper."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from armillary.kernels.core.launch import as_rows, ceil_div, num_programs, on
+from armillary.kernels.core.launch import as_rows, ceil_div, is_bare, num_programs, on
+from armillary.kernels.gemm.large_linear import reference
+from armillary.kernels.gemm.persistent_gemm import linear_kernel
+from armillary.machine.accelerator import accelerator_of
 
-_all_arrive = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name until triton 3.6, and since
-
-# M rows, N columns of the weight's transpose, K inputs; a ring has STAGES tiles of each operand
-
-
-@gluon.jit
-def _tile_at(tile, row_tiles, column_tiles, GROUP: gl.constexpr):
-    """(row tile, column tile): GROUP row tiles at a time, column by column."""
-    in_group = GROUP * column_tiles
-    first = tile // in_group * GROUP
-    rows = gl.minimum(row_tiles - first, GROUP)
-    inside = tile % in_group
-    return first + inside % rows, inside // rows
-
-
-@gluon.jit
-def _copy_tiles(x_desc, weight_desc, rings, grid, CONSUMERS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr):
-    """The copying warp: every operand tile, in the order in which it is multiplied."""
-    ROWS: gl.constexpr = x_desc.block_type.shape[0]
-    INNER: gl.constexpr = x_desc.block_type.shape[1]
-    COLUMNS: gl.constexpr = weight_desc.block_type.shape[0]
-    x_ring, weight_ring, ready, free = rings
-    row_tiles, column_tiles, k_tiles = grid
-    stage, phase = 0, 1
-    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row, column = _tile_at(tile, row_tiles, column_tiles, GROUP)
-        for k in range(k_tiles):
-            mbarrier.wait(free.index(stage), phase)
-            arrived = ready.index(stage)
-            mbarrier.expect(arrived, CONSUMERS * x_desc.block_type.nbytes + weight_desc.block_type.nbytes)
-            for part in gl.static_range(CONSUMERS):
-                tma.async_copy_global_to_shared(
-                    x_desc,
-                    [(row * CONSUMERS + part) * ROWS, k * INNER],
-                    arrived,
-                    x_ring.index(stage * CONSUMERS + part),
-                )
-            tma.async_copy_global_to_shared(
-                weight_desc, [column * COLUMNS, k * INNER], arrived, weight_ring.index(stage)
-            )
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-
-
-@gluon.jit
-def _activated(y, ACTIVATION: gl.constexpr):
-    if ACTIVATION == "relu":
-        return gl.maximum(y, 0.0)
-    elif ACTIVATION == "silu":
-        return y / (1.0 + gl.exp(-y))
-    elif ACTIVATION == "gelu_tanh":  # by tanh(u) = 1 − 2 / (1 + exp 2u)
-        u = 0.7978845608028654 * (y + 0.044715 * y * y * y)
-        return y * (1.0 - 1.0 / (1.0 + gl.exp(2.0 * u)))
-    else:
-        return y
-
-
-@gluon.jit
-def _multiply_tiles(
-    rings,
-    outs,
-    out_tile,
-    residual_ready,
-    grid,
-    PART: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-    BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-):
-    """One multiplying partition: its rows of every output tile."""
-    x_ring, weight_ring, ready, free = rings
-    out_desc, residual_desc, bias, N = outs
-    row_tiles, column_tiles, k_tiles = grid
-    ROWS: gl.constexpr = x_ring.type.shape[1]
-    COLUMNS: gl.constexpr = weight_ring.type.shape[1]
-    WIDTH: gl.constexpr = COLUMNS // SPLIT
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, 16])
-    kind: gl.constexpr = x_ring.dtype
-    stage, phase, residual_phase = 0, 0, 0
-    for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
-        row, column = _tile_at(tile, row_tiles, column_tiles, GROUP)
-        out_row = (row * CONSUMERS + PART) * ROWS
-        if RESIDUAL:  # into the place of the previous output tile, once that has left
-            tma.store_wait(0)
-            _all_arrive()
-            mbarrier.expect(residual_ready, residual_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(residual_desc, [out_row, column * COLUMNS], residual_ready, out_tile)
-        mbarrier.wait(ready.index(stage), phase)
-        sums = warpgroup_mma(
-            x_ring.index(stage * CONSUMERS + PART),
-            weight_ring.index(stage).permute((1, 0)),
-            gl.zeros([ROWS, COLUMNS], gl.float32, SUMS),
-            use_acc=False,
-            is_async=True,
-        )
-        sums = warpgroup_mma_wait(1, deps=[sums])
-        used = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
-        for _ in range(1, k_tiles):
-            mbarrier.wait(ready.index(stage), phase)
-            sums = warpgroup_mma(
-                x_ring.index(stage * CONSUMERS + PART), weight_ring.index(stage).permute((1, 0)), sums, is_async=True
-            )
-            sums = warpgroup_mma_wait(1, deps=[sums])
-            mbarrier.arrive(free.index(used), count=1)
-            used = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-        y = warpgroup_mma_wait(0, deps=[sums])
-        mbarrier.arrive(free.index(used), count=1)
-
-        if BIAS:
-            at = column * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS))
-            y += gl.load(bias + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
-        y = _activated(y, ACTIVATION)
-        if RESIDUAL:
-            mbarrier.wait(residual_ready, residual_phase)
-            residual_phase ^= 1
-            y += out_tile.load(SUMS).to(gl.float32)
-        if SPLIT == 1:
-            if not RESIDUAL:
-                tma.store_wait(0)
-                _all_arrive()
-            out_tile.store(y.to(kind))
-            fence_async_shared()
-            _all_arrive()
-            tma.async_copy_shared_to_global(out_desc, [out_row, column * COLUMNS], out_tile)
-        else:
-            left, right = gl.permute(gl.reshape(y, [ROWS, 2, WIDTH]), (0, 2, 1)).split()
-            for half in gl.static_range(2):
-                tma.store_wait(0)
-                _all_arrive()
-                if half == 0:
-                    out_tile.store(left.to(kind))
-                else:
-                    out_tile.store(right.to(kind))
-                fence_async_shared()
-                _all_arrive()
-                tma.async_copy_shared_to_global(out_desc, [out_row, column * COLUMNS + half * WIDTH], out_tile)
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["M", "N", "K"])
-def linear_kernel(
-    x_desc,
-    weight_desc,
-    out_desc,
-    residual_desc,
-    bias,
-    M,
-    N,
-    K,
-    GROUP: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-    BIAS: gl.constexpr,
-    RESIDUAL: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    REGISTERS: gl.constexpr,
-):
-    """act(x[M, K] @ weight[N, K]ᵀ + bias) + residual. CONSUMERS 2: a partition of four warps per half of the rows; 1:
-    one partition of eight warps."""
-    ROWS: gl.constexpr = x_desc.block_type.shape[0]
-    INNER: gl.constexpr = x_desc.block_type.shape[1]
-    COLUMNS: gl.constexpr = weight_desc.block_type.shape[0]
-    kind: gl.constexpr = x_desc.dtype
-    x_ring = gl.allocate_shared_memory(kind, [STAGES * CONSUMERS, ROWS, INNER], x_desc.layout)
-    weight_ring = gl.allocate_shared_memory(kind, [STAGES, COLUMNS, INNER], weight_desc.layout)
-    out_tiles = gl.allocate_shared_memory(kind, [CONSUMERS, ROWS, COLUMNS // SPLIT], out_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    residual_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=CONSUMERS)
-    for part in gl.static_range(CONSUMERS):
-        mbarrier.init(residual_ready.index(part), count=1)
-    fence_async_shared()
-    row_tiles, column_tiles, k_tiles = gl.cdiv(M, ROWS * CONSUMERS), gl.cdiv(N, COLUMNS), gl.cdiv(K, INNER)
-    rings, grid = (x_ring, weight_ring, ready, free), (row_tiles, column_tiles, k_tiles)
-    outs = (out_desc, residual_desc, bias, N)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (
-                    _multiply_tiles,
-                    (
-                        rings,
-                        outs,
-                        out_tiles.index(0),
-                        residual_ready.index(0),
-                        grid,
-                        0,
-                        2,
-                        GROUP,
-                        STAGES,
-                        SPLIT,
-                        BIAS,
-                        RESIDUAL,
-                        ACTIVATION,
-                    ),
-                ),
-                (
-                    _multiply_tiles,
-                    (
-                        rings,
-                        outs,
-                        out_tiles.index(1),
-                        residual_ready.index(1),
-                        grid,
-                        1,
-                        2,
-                        GROUP,
-                        STAGES,
-                        SPLIT,
-                        BIAS,
-                        RESIDUAL,
-                        ACTIVATION,
-                    ),
-                ),
-                (_copy_tiles, (x_desc, weight_desc, rings, grid, 2, GROUP, STAGES)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _multiply_tiles,
-                    (
-                        rings,
-                        outs,
-                        out_tiles.index(0),
-                        residual_ready.index(0),
-                        grid,
-                        0,
-                        1,
-                        GROUP,
-                        STAGES,
-                        SPLIT,
-                        BIAS,
-                        RESIDUAL,
-                        ACTIVATION,
-                    ),
-                ),
-                (_copy_tiles, (x_desc, weight_desc, rings, grid, 1, GROUP, STAGES)),
-            ],
-            [1],
-            [24],
-        )
-
-
-# --- launch
+# M rows, N columns of the weight's transpose, K inputs
 
 
 @dataclass(frozen=True)
 class LinearTiles:
     """Tile sizes and launch options."""
 
-    columns: int = 256  # of an output tile, which has 128 rows
+    rows: int = 128  # of an output tile
+    columns: int = 256
     inner: int = 64  # inputs per step
     stages: int = 4
     consumers: int = 2  # multiplying partitions
     split: int = 2  # parts in which an output tile leaves
     group: int = 8  # row tiles that are visited together
 
+    @property
+    def registers(self) -> tuple[int, int]:
+        """(of a thread at launch, of one in a multiplying partition): 64K are shared out among all warps."""
+        return (168, 168) if self.consumers == 3 else (168, 240)
 
-ROWS = 128
-PLAIN, WITH_RESIDUAL = LinearTiles(), LinearTiles(stages=3, split=1)
+
+TILES: dict[str, LinearTiles] = {
+    "128 rows": LinearTiles(),
+    "128 rows, groups of 16": LinearTiles(group=16),
+    "192 rows": LinearTiles(rows=192, consumers=3, stages=3),
+}
+"""what is tried for a shape. 192 rows read a fifth less per multiplication, which counts where rows of the operands are
+not aligned to 128 bytes, so that each takes two requests to L2"""
+PLAIN, WITH_RESIDUAL = TILES["128 rows"], LinearTiles(stages=3, split=1)
 
 
 def large_linear(
@@ -313,18 +49,65 @@ def large_linear(
     bias_N: Tensor | None = None,
     activation: str = "none",
     residual: Tensor | None = None,
-    *,
-    tiles: LinearTiles | None = None,
+) -> Tensor:
+    """The reference's result in one kernel; what it cannot take goes to the reference."""
+    if why_not(x, weight_NK, residual) is not None:
+        return reference(x, weight_NK, bias_N, activation, residual)
+    return (run_tiles if is_bare(x) else _op)(x, weight_NK, bias_N, activation, residual, "")
+
+
+def why_not(x: Tensor, weight_NK: Tensor, residual: Tensor | None = None) -> str | None:
+    """Why the kernel cannot take these."""
+    chip, operands = accelerator_of(x.device), [x, weight_NK, *([] if residual is None else [residual])]
+    if chip is None or not chip.wgmma:
+        return "wgmma is Hopper's"
+    if x.dtype not in (torch.bfloat16, torch.float16) or any(each.dtype != x.dtype for each in operands):
+        return "it is for 16-bit dtypes"
+    if not x.numel():
+        return "nothing to multiply"
+    aligned = all(each.shape[-1] % 8 == 0 and each.data_ptr() % 16 == 0 for each in operands)
+    return None if aligned and len(weight_NK) % 8 == 0 and weight_NK.is_contiguous() else "rows are not aligned"
+
+
+def run_tiles(
+    x: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    name: str,
+) -> Tensor:
+    """With the tiles of that name, "" for the usual ones; with a residual there is one choice only."""
+    usual = PLAIN if residual is None else WITH_RESIDUAL
+    return launch(x, weight_NK, bias_N, activation, residual, TILES.get(name, usual) if residual is None else usual)
+
+
+_op = torch.library.custom_op("armillary::large_linear", run_tiles, mutates_args=())
+
+
+@_op.register_fake
+def _(
+    x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str, residual: Tensor | None, name: str
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight_NK))
+
+
+def launch(
+    x: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    tiles: LinearTiles,
 ) -> Tensor:
     """act(x @ weightᵀ + bias) + residual, in 16 bits; rows of all operands are multiples of 16 bytes."""
     x_MK = as_rows(x)
     (M, K), N = x_MK.shape, weight_NK.shape[0]
-    tiles = tiles or (PLAIN if residual is None else WITH_RESIDUAL)
     out = x.new_empty(*x.shape[:-1], N)
     added = out if residual is None else residual
-    rows = ROWS // tiles.consumers
+    rows, (at_launch, multiplying) = tiles.rows // tiles.consumers, tiles.registers
     out_tile = [rows, tiles.columns // tiles.split]
-    programs = min(num_programs(x, 1), ceil_div(M, ROWS) * ceil_div(N, tiles.columns))
+    programs = min(num_programs(x, 1), ceil_div(M, tiles.rows) * ceil_div(N, tiles.columns))
     with on(x):
         linear_kernel[(programs,)](
             _described(x_MK, [rows, tiles.inner]),
@@ -342,9 +125,9 @@ def large_linear(
             BIAS=bias_N is not None,
             RESIDUAL=residual is not None,
             ACTIVATION=activation,
-            REGISTERS=240,
-            num_warps=8 // tiles.consumers,
-            maxnreg=168,
+            REGISTERS=multiplying,
+            num_warps=8 if tiles.consumers == 1 else 4,
+            maxnreg=at_launch,
         )
     return out
 

@@ -87,6 +87,14 @@ def _small_linear(call: Call) -> Op:
     return call.op("matmul", 2 * tokens * n * w.shape[1], x.bytes + w.bytes + added, written)
 
 
+def _large_linear(call: Call) -> Op:
+    """(x, weight [n, k], bias, activation, residual, tiles)."""
+    x, w = call.tensor(0), call.tensor(1)
+    tokens, n = prod(x.shape[:-1]), w.shape[0]
+    added = sum(call.tensor(i).bytes for i in (2, 4) if call.has_tensor(i))
+    return call.op("matmul", 2 * tokens * n * w.shape[1], x.bytes + w.bytes + added, tokens * n * x.size)
+
+
 def _grouped(call: Call) -> Op:
     """(x [rows, k], weight [experts, n, k], ends)."""
     x, w = call.tensor(0), call.tensor(1)
@@ -161,6 +169,7 @@ OWN: dict[str, Callable[[Call], Op]] = {
     "armillary::activate_backward_again": one_pass("elementwise", 0, 1),
     "armillary::linear_cross_entropy": _linear_loss,
     "armillary::small_linear": _small_linear,
+    "armillary::large_linear": _large_linear,
     "armillary::grouped_linear": _grouped,
     "armillary::grouped_linear_backward": _grouped_backward,
     **dict.fromkeys(("armillary::fp8_linear", "armillary::fp8_linear_backward"), _quantise),

@@ -112,7 +112,7 @@ def test_every_product_of_a_layer_is_named() -> None:
     how = ([LinearShape(512, 256, added=True)], 1024, torch.bfloat16, torch.device("cuda"))
     names = tune(*how)
     assert set(names) == {GemmShape(kind, 1024, 512, 256).key for kind in ("forward", "back", "weight")}
-    assert all(name == "torch" or name.startswith("lt ") for name in names.values())
+    assert all(name == "torch" or name.startswith(("lt ", "persistent ")) for name in names.values())
     sums = tune_sums(*how, names)
     assert set(sums) == {GemmShape("sum", 1024, 512, 256).key}
     assert all(name in ("torch", "apart") or name.startswith("lt ") for name in sums.values())
