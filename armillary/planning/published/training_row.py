@@ -205,7 +205,7 @@ def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]
     if sizes["tp"] > model.heads or sizes["pp"] > model.num_layers + 2:
         raise BadInput(f"tp={sizes['tp']} × pp={sizes['pp']} exceed {model.heads} heads or {model.num_layers} layers")
     assumed += [] if number(row, "micro_batch") else ["micro_batch taken as 1"]
-    recompute, note = _recompute(row, model)
+    recompute, stride, note = _recompute(row, model)
     sharding = (row.get("zero_or_fsdp") or "").lower()
     inside = "hsdp" in sharding and dp > HSDP_GROUP and dp % HSDP_GROUP == 0
     interleave = (integer(row, "vpp") or 1) if sizes["pp"] > 1 else 1
@@ -218,6 +218,7 @@ def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]
         schedule="interleaved" if interleave > 1 else "1f1b",
         micro_batch=integer(row, "micro_batch") or 1,
         recompute=recompute,
+        recompute_every=stride,
         sequence_parallel="tensor parallel only" not in (row.get("note") or ""),
         fp8_scaling="row" if _BY_ROW.search((row.get("precision") or "").lower()) else "token",
     )
@@ -237,15 +238,18 @@ def _replicas(row: Row, inner: int) -> tuple[int, list[str]]:
     return devices // inner, [f"dp taken as {devices // inner}, which fills the devices"]
 
 
-def _recompute(row: Row, model: ModelConfig) -> tuple[Recompute, tuple[str, ...]]:
+def _recompute(row: Row, model: ModelConfig) -> tuple[Recompute, int, tuple[str, ...]]:
+    """(what is recomputed, in one layer of how many, assumptions); every second matmul is half of a layer's work."""
     text = (row.get("recompute") or "").strip().lower()
     if text in ("none", "selective", "full"):
-        return text, ()  # type: ignore[return-value]
+        return text, 1, ()  # type: ignore[return-value]
+    if "every second" in text:
+        return "full", 2, ()
     if text:
-        return ("full" if "full" in text else "selective"), (f"recompute '{text}' read by its first word",)
+        return ("full" if "full" in text else "selective"), 1, (f"recompute '{text}' read by its first word",)
     if model.num_moe_layers:
-        return "selective", ("recompute taken as selective (experts)",)
-    return "none", ()
+        return "selective", 1, ("recompute taken as selective (experts)",)
+    return "none", 1, ()
 
 
 def stated_precision(text: str) -> str:

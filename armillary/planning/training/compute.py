@@ -13,6 +13,7 @@ import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
 from armillary.planning.device_model.vectorised_layouts import Array, Bools, Ints, Layouts, distinct, plus, scaled
+from armillary.planning.training.activations import IMBALANCE
 from armillary.planning.training.fp8_fp4 import SIZES, casts, precision_of
 from armillary.planning.training.op_sharding import local_gemm, sharding_of, share
 from armillary.planning.training.train_case import TrainCase
@@ -60,7 +61,8 @@ def no_work(count: int) -> Work:
 
 
 UNFUSED_EXPERTS = 1.8
-"""time of routed GEMMs with one kernel per expert over fused ones: sorting, padding, uneven rows"""
+"""time of routed GEMMs with one kernel per expert over fused ones: sorting, padding, uneven rows; a device with a
+single expert has one GEMM on all of its rows, in whatever order, and only waits for the rank with the most"""
 FUSED_TRAFFIC, EAGER_TRAFFIC = 1.6, 2.2
 """bytes that real layers move over the compulsory ones: unfused casts, transposes and sums; more where norms and
 activation functions are not fused kernels"""
@@ -206,6 +208,7 @@ def _matmul(case: TrainCase, piece: OpWithBackward, layouts: Layouts) -> Work:
     gemm = local_gemm(op, layouts, experts)
     precision = precision_of(case, op.name, layouts, gemm)
     unfused = sharding_of(op.name) == "experts" and not software.fused_experts
+    slower = _slower_experts(case, layouts) if unfused else 1.0
     forward = gemm_s(case, precision, gemm.groups, gemm.m, gemm.n, gemm.k, grouped=not unfused)
     dx = gemm_s(case, precision, gemm.groups, gemm.m, gemm.k, gemm.n, grouped=not unfused)
     dw = gemm_s(case, precision, gemm.groups, gemm.k, gemm.n, gemm.m, grouped=not unfused)
@@ -213,7 +216,6 @@ def _matmul(case: TrainCase, piece: OpWithBackward, layouts: Layouts) -> Work:
         dw = np.zeros_like(dw)
     cast = casts(case, op.name, layouts, precision, gemm)
     launches = gemm.groups if unfused else np.ones(len(layouts))
-    slower = software.experts * UNFUSED_EXPERTS if unfused else 1.0
     return replace(
         no_work(len(layouts)),
         gemm_forward=forward * software.gemm * slower,
@@ -225,6 +227,12 @@ def _matmul(case: TrainCase, piece: OpWithBackward, layouts: Layouts) -> Work:
         tp_gemm=(forward + dx + dw) * software.gemm * (sharding_of(op.name) in ("column", "row")),
         last_projection=forward * software.gemm * _ends_layer(case, op.name),
     )
+
+
+def _slower_experts(case: TrainCase, layouts: Layouts) -> Array:
+    """Factor on the time of routed GEMMs, and of what surrounds them, where each expert has a kernel of its own."""
+    experts = case.model.moe.num_experts if case.model.moe else 1
+    return case.software.experts * np.where(experts > layouts.ep, UNFUSED_EXPERTS, IMBALANCE)
 
 
 def _ends_layer(case: TrainCase, name: str) -> bool:
@@ -298,7 +306,7 @@ def _memory_bound(case: TrainCase, piece: OpWithBackward, layouts: Layouts) -> W
     sharding, software = sharding_of(piece.forward.name), case.software
     local, zero = share(sharding, layouts), np.zeros(len(layouts))
     unfused = sharding == "experts" and not software.fused_experts
-    times = software.memory * (software.experts * UNFUSED_EXPERTS if unfused else 1.0)
+    times = software.memory * (_slower_experts(case, layouts) if unfused else 1.0)
     traffic = FUSED_TRAFFIC if software.fused_layers or case.compiled else EAGER_TRAFFIC
     moved = local * (1.0 if software.fused_blocks else traffic) * (_with_biases(case, piece) if unfused else 1.0)
     forward = case.curves.memory_bound_s(piece.forward.bytes * moved) * times

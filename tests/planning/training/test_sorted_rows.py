@@ -8,6 +8,8 @@ import pytest
 
 from armillary.planning.device_model.frameworks import PHYSICS, software
 from armillary.planning.device_model.vectorised_layouts import as_arrays
+from armillary.planning.training.activations import IMBALANCE
+from armillary.planning.training.compute import UNFUSED_EXPERTS
 from armillary.planning.training.step_time import step_time
 from armillary.spec.layout import Layout
 from tests.planning.cases import case_of
@@ -29,6 +31,19 @@ def test_a_plain_all_to_all_reads_and_writes_every_row_again() -> None:
     alone = as_arrays([Layout(dp=16, ep=8, zero=1)])  # one expert per device: nothing to sort
     same = [step_time(replace(case, software=replace(PHYSICS, flex_dispatch=flex)), alone) for flex in (False, True)]
     assert same[0].memory[0] == same[1].memory[0]
+
+
+def test_a_device_with_one_expert_has_no_kernels_per_expert() -> None:
+    """With ep = experts its rows are one GEMM: only the rank with the most rows is waited for."""
+    case = case_of("mixtral-8x7b", "h100x16", sequences=32)
+    layouts = as_arrays([Layout(dp=16, ep=ep, zero=1) for ep in (4, 8)])
+    apart, fused = (
+        step_time(replace(case, software=replace(PHYSICS, fused_experts=fused)), layouts).work.layer
+        for fused in (False, True)
+    )
+    assert case.model.moe is not None and case.model.moe.num_experts == 8
+    several, single = apart.gemm_forward / fused.gemm_forward
+    assert 1.4 < several < UNFUSED_EXPERTS and 1.0 < single < IMBALANCE
 
 
 def test_a_setting_may_belong_to_one_models_recipe() -> None:
