@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 @click.option(
     "--folder", "folders", multiple=True, type=click.Path(path_type=Path), help="Also a tier of storage; repeatable."
 )
+@click.option(
+    "--to",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep memory.html and memory.json there, part by part.",
+)
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write a page of curves (HTML) there.")
 def memory(
     out: Output,
@@ -35,6 +40,7 @@ def memory(
     quick: bool,
     only: tuple[str, ...],
     folders: tuple[Path, ...],
+    to: Path | None,
     plot: Path | None,
 ) -> None:
     """Measure latencies, find caches and TLBs in them, place BLAS under a roof.
@@ -50,7 +56,14 @@ def memory(
     from armillary.kernels.core.requirements import lacking
     from armillary.profiling.memory.measure import SECTIONS, measure_memory
     from armillary.profiling.memory.page import memory_page
-    from armillary.store.atomic import write_text
+    from armillary.store.atomic import write_json, write_text
+
+    def keep(bench: MemoryBench) -> None:
+        save_peaks(home, bench.peaks)
+        if to is not None:
+            to.mkdir(parents=True, exist_ok=True)
+            write_json(to / "memory.json", as_json(bench))
+            write_text(to / "memory.html", memory_page(bench))
 
     for name in only:
         if name not in SECTIONS:
@@ -59,16 +72,32 @@ def memory(
         raise BadInput(f"a GPU's latencies are measured by inline PTX and {why}; take --device cpu")
     with out.progress("measuring", unit="point") as bar:
         bench = measure_memory(
-            target, quick=quick, folders=(*folders, Path.cwd()), only=only or SECTIONS, watch=on_bar(bar)
+            target, quick=quick, folders=(*folders, Path.cwd()), only=only or SECTIONS, watch=on_bar(bar), save=keep
         )
-    save_peaks(home, bench.peaks)
     if plot is not None:
         write_text(plot, memory_page(bench))
     show(out, bench)
+    for part, why in bench.failed.items():
+        out.warn(f"{part} was not measured to its end: {why}")
     where = peaks_path(home, bench.peaks.device)
-    out.say(f"\nmeasured in {seconds_text(bench.seconds)}, kept in {where}" + (f", drawn in {plot}" if plot else ""))
+    out.say(
+        f"\nmeasured in {seconds_text(bench.seconds)}, kept in {where}"
+        + (f", drawn in {plot}" if plot else "")
+        + (f", with curves in {to}" if to else "")
+    )
     levels = [f"{point['level']}\t{point['seconds']:.4g}" for point in bench.peaks.points.get("latency", ())]
-    out.result({"device": bench.peaks.device, "points": bench.peaks.points}, quiet=levels)
+    out.result(as_json(bench), quiet=levels)
+
+
+def as_json(bench: MemoryBench) -> dict[str, Any]:
+    curves = {name: curve for name, (curve, _) in bench.curves.items()}
+    return {
+        "device": bench.peaks.device,
+        "seconds": round(bench.seconds, 1),
+        "points": dict(bench.peaks.points),
+        "curves": curves,
+        "failed": bench.failed,
+    }
 
 
 def show(out: Output, bench: MemoryBench) -> None:

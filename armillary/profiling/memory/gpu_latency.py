@@ -43,27 +43,18 @@ def sizes(bounds: tuple[int, int], per_octave: int = PER_OCTAVE) -> list[int]:
     return [round(low * 2 ** (i / per_octave) / LINE) * LINE for i in range(count + 1)]
 
 
-def cache_curves(quick: bool, watch: Watch) -> dict[str, Curve]:
-    """(bytes, seconds) through L1, and from L2 on."""
-    return {
-        name: [(float(size), seconds) for size, _, seconds in points] for name, points in _curves(quick, watch).items()
-    }
-
-
-def _curves(quick: bool, watch: Watch) -> dict[str, list[tuple[int, float, float]]]:
-    random = np.random.default_rng(0)
-    wanted = {"ca": sizes(L1_SIZES, 4 if quick else PER_OCTAVE), "cg": sizes(L2_SIZES, 4 if quick else PER_OCTAVE)}
-    memory = torch.zeros(L2_SIZES[1] // 8, dtype=torch.int64, device="cuda")
-    results: dict[str, list[tuple[int, float, float]]] = {name: [] for name in wanted}
-    done, total = 0, sum(map(len, wanted.values()))
-    for name, each in wanted.items():
-        for size in each:
-            watch(done, total, f"{size:,} bytes")
-            start, nodes = linked(memory, random.permutation(size // LINE) * LINE)
-            warm = min(nodes, _MOST_WARM) // 8 * 8
-            results[name].append((size, *run(ptx.chase(name), address=start, before=warm)))
-            done += 1
-    return results
+def cache_curve(cache: str, quick: bool, watch: Watch) -> Curve:
+    """(bytes, seconds) through L1 ('ca'), or from L2 on ('cg')."""
+    random, bounds = np.random.default_rng(0), {"ca": L1_SIZES, "cg": L2_SIZES}[cache]
+    wanted = sizes(bounds, 4 if quick else PER_OCTAVE)
+    memory = torch.zeros(bounds[1] // 8, dtype=torch.int64, device="cuda")
+    curve = []
+    for done, size in enumerate(wanted):
+        watch(done, len(wanted), f"{size:,} bytes")
+        start, nodes = linked(memory, random.permutation(size // LINE) * LINE)
+        _, seconds = run(ptx.chase(cache), address=start, before=min(nodes, _MOST_WARM) // 8 * 8)
+        curve.append((float(size), seconds))
+    return curve
 
 
 def linked(memory: torch.Tensor, offsets: np.ndarray) -> tuple[int, int]:
@@ -89,19 +80,45 @@ def translation_curve(quick: bool, watch: Watch) -> Curve:
     return curve
 
 
-def unit_points() -> Iterator[dict[str, Any]]:
-    """Cycles of single instructions: shared memory by stride, FFMA by its source registers, atomics, barriers."""
-    memory = torch.zeros(64, dtype=torch.int64, device="cuda")
-    for stride in (1, 2, 3, 4, 8, 16, 17, 32, 33):
+STRIDES = (1, 2, 3, 4, 8, 16, 17, 32, 33)
+
+
+def shared_points(watch: Watch) -> Iterator[dict[str, Any]]:
+    """A load from shared memory by the stride of a warp's words: conflicts of banks."""
+    for done, stride in enumerate(STRIDES):
+        watch(done, len(STRIDES), f"stride {stride}")
         yield _unit(f"shared memory, stride {stride}", 32, run(ptx.shared_loads(), before=stride))
-    for chains in (1, 8):
-        for sources in (1, 2, 3):
-            cycles, seconds = run(ptx.fma(sources, chains), before=1)
-            what = f"FFMA, {sources} source registers, {chains} chains"
-            yield _unit(what, 32, (cycles / chains, seconds / chains))
+
+
+def fma_points(watch: Watch) -> Iterator[dict[str, Any]]:
+    """FFMA by its number of source registers, in one chain and in eight."""
+    cases = [(chains, sources) for chains in (1, 8) for sources in (1, 2, 3)]
+    for done, (chains, sources) in enumerate(cases):
+        watch(done, len(cases), f"FFMA, {sources} sources")
+        cycles, seconds = run(ptx.fma(sources, chains), before=1)
+        what = f"FFMA, {sources} source registers, {chains} chains"
+        yield _unit(what, 32, (cycles / chains, seconds / chains))
+
+
+def atomic_points(watch: Watch) -> Iterator[dict[str, Any]]:
+    memory = torch.zeros(64, dtype=torch.int64, device="cuda")
+    watch(0, 1, "atomic add")
     yield _unit("atomic add", 32, run(ptx.atomic_add(), address=memory.data_ptr()))
-    for warps in (1, 4, 8, 16, 32):
+
+
+def barrier_points(watch: Watch) -> Iterator[dict[str, Any]]:
+    for done, warps in enumerate((1, 4, 8, 16, 32)):
+        watch(done, 5, f"barrier of {warps} warps")
         yield _unit("barrier", 32 * warps, run(ptx.barrier(), threads=32 * warps))
+
+
+UNITS: dict[str, Callable[[Watch], Iterator[dict[str, Any]]]] = {
+    "shared memory": shared_points,
+    "FFMA": fma_points,
+    "atomics": atomic_points,
+    "barriers": barrier_points,
+}
+"""cycles of single instructions"""
 
 
 def _unit(what: str, threads: int, timed: tuple[float, float]) -> dict[str, Any]:

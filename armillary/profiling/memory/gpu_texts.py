@@ -47,12 +47,13 @@ def chase(cache: str) -> str:
 
 
 def shared_loads() -> str:
-    """Loads from shared memory at lane · $5 words: with a stride of s, gcd(s, 32) lanes share a bank."""
+    """Loads from shared memory at lane · $5 words, each of which holds its own address: with a stride of s, gcd(s, 32)
+    lanes share a bank."""
     return _text(
-        "ld.shared.u32 got, [at];\nadd.u32 at, at, got;",
-        registers=".reg .u32 at, got, lane; .shared .align 16 .b8 words[16384];",
+        "ld.shared.u32 at, [at];",
+        registers=".reg .u32 at, lane; .shared .align 16 .b8 words[16384];",
         setup="mov.u32 lane, %laneid;\nmul.lo.u32 lane, lane, $5;\nshl.b32 lane, lane, 2;\nmov.u32 at, words;\n"
-        "add.u32 at, at, lane;\nmov.u32 got, 0;\nst.shared.u32 [at], got;\nbar.warp.sync 0xffffffff;",
+        "add.u32 at, at, lane;\nst.shared.u32 [at], at;\nbar.warp.sync 0xffffffff;",
         result="cvt.u64.u32 $2, at;",
     )
 

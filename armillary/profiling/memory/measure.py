@@ -1,17 +1,20 @@
 """`bench memory`: latencies with the levels found in them, BLAS under one roofline, threads, storage; as peaks."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from armillary.errors import BadInput
+from armillary.kernels.core.version_trial import first_line
 from armillary.machine.cores import BackgroundLoad, usable_cores
 from armillary.profiling.ceilings import host_copy
 from armillary.profiling.ceilings.ceilings import about, name_of
-from armillary.profiling.ceilings.settings import settings_for
+from armillary.profiling.ceilings.settings import Settings, settings_for
 from armillary.profiling.memory import blas, cpu_latency, gpu_latency, storage
 from armillary.profiling.memory.plateaus import Curve, Plateau, plateaus
 from armillary.profiling.memory.probes import probes
@@ -31,8 +34,14 @@ class MemoryBench:
 
     peaks: Peaks
     curves: dict[str, tuple[Curve, list[Plateau]]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    """parts that were not measured, or not to their end, and why"""
     seconds: float = 0.0
     other_cores: float | None = None
+
+
+Part = Callable[[MemoryBench], MemoryBench]
+Save = Callable[[MemoryBench], None]
 
 
 def measure_memory(
@@ -43,34 +52,111 @@ def measure_memory(
     only: tuple[str, ...] = SECTIONS,
     watch: Watch = lambda done, total, what: None,
     mounts: str | None = None,
+    save: Save = lambda bench: None,
 ) -> MemoryBench:
-    """Of a CPU or a GPU; `only` some sections."""
+    """Of a CPU or a GPU; `only` some sections. A part that fails is named in the result and leaves the others; `save`
+    is called after each."""
     began, background, settings = time.monotonic(), BackgroundLoad(), settings_for(device, quick=quick)
     bench = MemoryBench(peaks=new_peaks(name_of(device), about(device)))
-    on_cuda = device.type == "cuda"
-    if "latency" in only:
-        bench = (_gpu_latencies if on_cuda else _cpu_latencies)(bench, quick, watch)
-    if "translation" in only:
-        curve = _gpu_translation(quick, watch) if on_cuda else _cpu_translation(quick, watch)
-        page = gpu_latency.PAGE if on_cuda else cpu_latency.PAGE
-        bench = _with_levels(bench, TRANSLATION, curve, _tlb_names, page=page)
-    if "units" in only:
-        bench = _with(bench, "sync", list(gpu_latency.unit_points()) if on_cuda else sync_points(usable_cores()))
-    if "blas" in only:
-        wide = list(gpu_latency.saxpy_points(quick)) if on_cuda else []
-        points = [*wide, *_watched(blas.measure(settings), blas.cases(settings), watch)]
-        bench = _with(bench, "blas", points)
-    if "storage" in only:
-        if on_cuda:
-            copies = host_copy.measure(host_copy.cases(settings), settings)
-            bench = _with(bench, "host_copy", [point for _, point in copies])
-        results = storage.places(folders, _mounts() if mounts is None else mounts)
-        bench = _with(bench, "disk", list(storage.measure(settings, results, watch)))
-    return replace(bench, seconds=time.monotonic() - began, other_cores=background.cores())
+    places = storage.places(folders, _mounts() if mounts is None else mounts)
+    parts = _gpu_parts(settings, quick, watch) if device.type == "cuda" else _cpu_parts(quick, watch)
+    parts["blas"].append(_points("BLAS", "blas", lambda: _watched(settings, watch)))
+    parts["storage"].append(_points("storage", "disk", lambda: storage.measure(settings, places, watch)))
+    for section in only:
+        for name, part in parts[section]:
+            bench = _guarded(bench, name, part)
+            bench = replace(bench, seconds=time.monotonic() - began, other_cores=background.cores())
+            save(bench)
+    return bench
 
 
-def _watched(points: Any, cases: list[Any], watch: Watch) -> Any:
-    for done, point in enumerate(points):
+def _guarded(bench: MemoryBench, name: str, part: Part) -> MemoryBench:
+    """On a chip that nobody has seen a kernel may not compile, and a driver may refuse."""
+    try:
+        return part(bench)
+    except BadInput:
+        raise  # something that this machine lacks, such as a compiler
+    except Exception as error:
+        return _failed(bench, name, error)
+
+
+def _failed(bench: MemoryBench, name: str, error: Exception) -> MemoryBench:
+    why = f"{type(error).__name__}: {first_line(error)[:200]}"
+    return replace(bench, failed=bench.failed | {name: why})
+
+
+def _points(name: str, kind: str, make: Callable[[], Iterable[Any]]) -> tuple[str, Part]:
+    """A part of points, of which those before a failure are kept."""
+
+    def part(bench: MemoryBench) -> MemoryBench:
+        results: list[dict[str, Any]] = []
+        try:
+            results.extend(iter(make()))
+        except BadInput:
+            raise
+        except Exception as error:
+            bench = _failed(bench, name, error)
+        return _with(bench, kind, results)
+
+    return name, part
+
+
+def _cpu_parts(quick: bool, watch: Watch) -> dict[str, list[tuple[str, Part]]]:
+    budget_s = QUICK_CURVE_S if quick else CURVE_S
+    caches = partial(_leveled, CACHES, lambda: cpu_latency.cache_curve(quick, budget_s, watch), _cache_names)
+    pages = partial(
+        _leveled, TRANSLATION, lambda: _cpu_translation(quick, watch), _tlb_names, page=cpu_latency.PAGE, rising=True
+    )
+    return {
+        "latency": [(CACHES, caches)],
+        "translation": [(TRANSLATION, pages)],
+        "units": [_points("units", "sync", lambda: sync_points(usable_cores()))],
+        "blas": [],
+        "storage": [],
+    }
+
+
+def _gpu_parts(settings: Settings, quick: bool, watch: Watch) -> dict[str, list[tuple[str, Part]]]:
+    curves = {
+        name: partial(_leveled, name, partial(gpu_latency.cache_curve, cache, quick, watch), names)
+        for name, cache, names in ((THROUGH_L1, "ca", _l1_names), (FROM_L2, "cg", _l2_names))
+    }
+    pages = partial(
+        _leveled,
+        TRANSLATION,
+        lambda: gpu_latency.translation_curve(quick, watch),
+        _tlb_names,
+        page=gpu_latency.PAGE,
+        rising=True,
+    )
+    cases = host_copy.cases(settings)
+    copies = _points(
+        "copies between host and device", "host_copy", lambda: (p for _, p in host_copy.measure(cases, settings))
+    )
+    return {
+        "latency": list(curves.items()),
+        "translation": [(TRANSLATION, pages)],
+        "units": [_points(name, "sync", partial(make, watch)) for name, make in gpu_latency.UNITS.items()],
+        "blas": [_points("SAXPY by width", "blas", lambda: gpu_latency.saxpy_points(quick))],
+        "storage": [copies],
+    }
+
+
+def _leveled(
+    name: str,
+    make: Callable[[], Curve],
+    names: Callable[[int], list[str]],
+    bench: MemoryBench,
+    *,
+    page: int = 0,
+    rising: bool = False,
+) -> MemoryBench:
+    return _with_levels(bench, name, make(), names, page=page, rising=rising)
+
+
+def _watched(settings: Settings, watch: Watch) -> Iterator[Any]:
+    cases = blas.cases(settings)
+    for done, point in enumerate(blas.measure(settings)):
         watch(done + 1, len(cases), f"{point['op']} {point['by']}")
         yield point
 
@@ -80,10 +166,16 @@ def _with(bench: MemoryBench, kind: str, points: list[dict[str, Any]]) -> Memory
 
 
 def _with_levels(
-    bench: MemoryBench, name: str, curve: Curve, names: Callable[[int], list[str]], *, page: int = 0
+    bench: MemoryBench,
+    name: str,
+    curve: Curve,
+    names: Callable[[int], list[str]],
+    *,
+    page: int = 0,
+    rising: bool = False,
 ) -> MemoryBench:
     """The levels of a curve as points, under the names that so many levels have; pages where they are translated."""
-    levels = plateaus(curve)
+    levels = plateaus(curve, rising=rising)
     points = [_level_point(each, level) for each, level in zip(names(len(levels)), levels, strict=True)]
     for point in points if page else []:
         size = point["resident_bytes"]
@@ -91,23 +183,12 @@ def _with_levels(
     return replace(_with(bench, "latency", points), curves=bench.curves | {name: (curve, levels)})
 
 
-def _cpu_latencies(bench: MemoryBench, quick: bool, watch: Watch) -> MemoryBench:
-    curve = cpu_latency.cache_curve(quick, QUICK_CURVE_S if quick else CURVE_S, watch)
-    return _with_levels(bench, CACHES, curve, _cache_names)
-
-
-def _gpu_latencies(bench: MemoryBench, quick: bool, watch: Watch) -> MemoryBench:
-    curves = gpu_latency.cache_curves(quick, watch)
-    bench = _with_levels(bench, THROUGH_L1, curves["ca"], lambda count: ["L1", *_beyond(count - 1)])
-    return _with_levels(bench, FROM_L2, curves["cg"], _l2_names)
-
-
 def _cache_names(count: int) -> list[str]:
     return [*(f"L{i + 1}" for i in range(count - 1)), "memory"]
 
 
-def _beyond(count: int) -> list[str]:
-    return [f"beyond L1, {i + 1}" for i in range(count)]
+def _l1_names(count: int) -> list[str]:
+    return ["L1", *(f"beyond L1, {i + 1}" for i in range(count - 1))]
 
 
 def _l2_names(count: int) -> list[str]:
@@ -121,10 +202,6 @@ def _tlb_names(count: int) -> list[str]:
 
 def _cpu_translation(quick: bool, watch: Watch) -> Curve:
     return list(cpu_latency.over_close(*cpu_latency.translation_curves(quick, watch)))
-
-
-def _gpu_translation(quick: bool, watch: Watch) -> Curve:
-    return gpu_latency.translation_curve(quick, watch)
 
 
 def _level_point(name: str, level: Plateau) -> dict[str, Any]:

@@ -31,6 +31,8 @@ def memory_page(bench: MemoryBench) -> str:
         inside = (paragraph(about) if about else "") + _levels(curve, levels)
         parts.append(section(f"Latency of a load: {name}", inside))
     parts += [part for make in (_published, _blas, _units, _tiers) if (part := make(bench.peaks))]
+    if bench.failed:
+        parts.append(section("Not measured", table(["part", "why"], [list(each) for each in bench.failed.items()])))
     if (bench.other_cores or 0) > 0.1:
         parts.append(note(f"Other work kept {bench.other_cores:.1f} cores busy meanwhile."))
     return document(title, parts)
@@ -73,21 +75,26 @@ def _blas(peaks: Peaks) -> str:
         return ""
     device = DevicePeaks(
         name="best GEMM, best SAXPY",
-        flops_per_s=max(point["flops"] for point in points if point["op"] == "gemm"),
-        bytes_per_s=max(point["bytes_per_s"] for point in points if point["op"] == "saxpy" and not _in_cache(point)),
+        flops_per_s=max((point["flops"] for point in points if point["op"] == "gemm"), default=0.0),
+        bytes_per_s=max(
+            (point["bytes_per_s"] for point in points if point["op"] == "saxpy" and not _in_cache(point)), default=0.0
+        ),
     )
+    if not (device.flops_per_s and device.bytes_per_s):
+        return ""
     shown = [point for point in points if not _in_cache(point) and "width" not in point]
     operations = [
         Operation(name=_name(point), intensity=point["beside"]["intensity"], flops_per_s=point["flops"])
         for point in shown
     ]
     label = "BLAS levels under one roofline"
+    about = paragraph("Operands that fit a cache come from there, so small GEMVs may be above the roof of memory.")
     chart = rooflines([device], label=label, y_text=flops_per_s_text, operations=operations, x_ticks=_X)
     rows = [
         [_name(point), point["by"], flops_per_s_text(point["flops"]), bandwidth_text(point["bytes_per_s"])]
         for point in points
     ]
-    return section("BLAS 1, 2 and 3", chart + table(["operation", "by", "FLOP/s", "bytes/s"], rows))
+    return section("BLAS 1, 2 and 3", about + chart + table(["operation", "by", "FLOP/s", "bytes/s"], rows))
 
 
 def _in_cache(point: Point) -> bool:

@@ -28,6 +28,10 @@ ABOVE = 0.15
 """share of the way to the next plateau, in seconds, at which a level counts as exceeded"""
 
 
+LAST = 3
+"""points that stand for the end of a curve that still rises"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plateau:
     """A level of the hierarchy: `bytes` is the largest working set that it holds, None for the last."""
@@ -38,15 +42,23 @@ class Plateau:
     last: float
 
 
-def plateaus(curve: Curve) -> list[Plateau]:
-    """From the fastest level to the slowest."""
+def plateaus(curve: Curve, *, rising: bool = False) -> list[Plateau]:
+    """From the fastest level to the slowest. `rising`: where the curve goes on rising after its last plateau, its last
+    points are a level too, such as page tables that fall out of one cache after the other."""
     spans = _merged(curve, _divided(curve))
+    spans += [(len(curve) - LAST, len(curve))] if rising and _rises(curve, *spans[-1]) else []
     levels = [exp(_level(curve, *span)) for span in spans]
     results = []
     for at, ((begin, end), level) in enumerate(zip(spans, levels, strict=True)):
         size = _exceeded(curve, begin, end, level, levels[at + 1]) if at + 1 < len(spans) else None
         results.append(Plateau(seconds=level, bytes=size, first=curve[begin][0], last=curve[end - 1][0]))
     return results
+
+
+def _rises(curve: Curve, begin: int, end: int) -> bool:
+    """Whether all points after the last plateau are above it, and enough of them."""
+    limit = _level(curve, begin, end) + log(LEAST_RATIO)
+    return len(curve) - end > LAST and all(log(seconds) > limit for _, seconds in curve[end + 1 :])
 
 
 def _divided(curve: Curve) -> list[tuple[int, int]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from armillary.profiling.memory import cpu_latency, gpu_texts
+from armillary.profiling.memory import cpu_latency, gpu_texts, measure
 from armillary.profiling.memory.blas import work_of
 from armillary.profiling.memory.measure import CACHES, MemoryBench, _with_levels, sync_points
 from armillary.profiling.memory.page import memory_page
@@ -88,3 +89,28 @@ def test_saxpy_by_every_width_gives_the_same() -> None:
         assert probes().armillary_saxpy(width, 0.5, x.data_ptr(), out.data_ptr(), 32, 1) > 0
         assert torch.equal(out[:32], (y + 0.5 * x)[:32]) and torch.equal(out[32:], y[32:])
     assert probes().armillary_saxpy(3, 0.5, x.data_ptr(), y.data_ptr(), 32, 1) == -1
+
+
+def test_a_part_that_fails_is_named_on_the_page_and_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: object) -> list[tuple[float, float]]:
+        raise RuntimeError("no such instruction\nand more")
+
+    def half(cores: int) -> Iterator[dict[str, object]]:
+        yield {"what": "atomic add", "threads": 1, "seconds": 1e-9, "beside": {}}
+        raise ValueError("the second one hangs")
+
+    levels, memory = HIERARCHIES["server, x86"]
+    points = [(size, latency * 1e-9) for size, latency in curve(levels, memory, 0, "lru", 6)]
+    monkeypatch.setattr(measure, "_cpu_translation", broken)
+    monkeypatch.setattr(measure, "sync_points", half)
+    monkeypatch.setattr(cpu_latency, "cache_curve", lambda *_: points)
+    saved: list[MemoryBench] = []
+    only = ("translation", "units", "latency")
+    bench = measure.measure_memory(torch.device("cpu"), only=only, folders=(tmp_path,), mounts="", save=saved.append)
+    assert set(bench.failed) == {"address translation", "units"} and len(saved) == 3
+    assert len(bench.peaks.points["sync"]) == 1 and len(bench.peaks.points["latency"]) == len(levels) + 1
+    html = memory_page(bench)
+    assert "Not measured" in html and "RuntimeError: no such instruction" in html and "and more" not in html
+    assert "the second one hangs" in html

@@ -61,3 +61,15 @@ def test_a_level_that_a_busy_machine_narrows_to_two_octaves_is_still_seen() -> N
     sizes = [4 * KIB * 2 ** (i / 6) for i in range(100)]
     found = plateaus([(x, 1.5 if x < 33e3 else 5.2 if x < 1.1e6 else 16.0 if x < 4.4e6 else 66.0) for x in sizes])
     assert [round(each.seconds, 1) for each in found] == [1.5, 5.2, 16.0, 66.0]
+
+
+def test_a_curve_that_still_rises_at_its_end_has_one_more_level_where_that_is_asked() -> None:
+    """Page tables that fall out of cache after cache: the TLB before them has an end all the same."""
+    flat = [(float(4096 << i), 2e-9 if i < 5 else 5e-9) for i in range(11)]
+    rising = [(float(4096 << (11 + i)), 12e-9 * 1.5**i) for i in range(5)]
+    assert [each.bytes is None for each in plateaus([*flat, *rising])] == [False, True]
+    found = plateaus([*flat, *rising], rising=True)
+    assert [each.bytes is None for each in found] == [False, False, True]
+    assert found[1].seconds == pytest.approx(5e-9) and found[-1].seconds > 12e-9
+    assert found[1].bytes == pytest.approx(4096 << 10, rel=1.0)
+    assert len(plateaus(flat, rising=True)) == 2
