@@ -25,7 +25,7 @@ from armillary.planning.simulation.simulated_engine import System
 from armillary.planning.simulation.simulated_fleet import SimulatedFleet
 from armillary.planning.simulation.step_cost import StepCost
 from armillary.spec.tables.fleet import Autoscale, Fleet
-from armillary.spec.tables.serve import Objective, Traffic
+from armillary.spec.tables.traffic import Objective, Traffic
 
 COST = StepCost(base_s=0.014, prefill_s=6e-5, decode_s=1.5e-4, context_s=6e-8, waits=True)
 """about a 70B model on four H200"""

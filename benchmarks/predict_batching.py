@@ -34,7 +34,8 @@ from armillary.serving.load.probe import probe
 from armillary.serving.load.rate_search import SearchResult, rate_runner, search_rate
 from armillary.serving.load.run import LoadTest
 from armillary.serving.predict.model import open_file
-from armillary.spec.tables.serve import Load, Objective, Predict, Traffic
+from armillary.spec.tables.serve import Predict
+from armillary.spec.tables.traffic import Load, Objective, Traffic
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "small_models.py"
 LIMITS_S = {"mlp": 0.2, "resnet": 0.2}

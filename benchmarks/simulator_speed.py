@@ -24,7 +24,7 @@ from armillary.planning.simulation.simulated_fleet import SimulatedFleet
 from armillary.planning.simulation.step_cost import StepCost
 from armillary.serving.load.trace import read_trace
 from armillary.spec.tables.fleet import Autoscale, Fleet
-from armillary.spec.tables.serve import Objective, Traffic
+from armillary.spec.tables.traffic import Objective, Traffic
 
 COSTS = {
     "8B on an H200": StepCost(base_s=0.0045, prefill_s=2.6e-5, decode_s=2e-5, context_s=3e-8, waits=True),

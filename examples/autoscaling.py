@@ -22,7 +22,7 @@ from armillary.planning.simulation.replayed_requests import Arrival, drawn
 from armillary.report.charts import lines
 from armillary.spec.recipe import recipe_from_dict
 from armillary.spec.tables.fleet import Autoscale, Fleet
-from armillary.spec.tables.serve import Traffic
+from armillary.spec.tables.traffic import Traffic
 from armillary.store.home import Home
 from armillary.units import dollars_text, seconds_text
 

@@ -12,7 +12,7 @@ from armillary.errors import ArmillaryError
 from armillary.spec.hardware import Cluster
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_dict
-from armillary.spec.tables.serve import Traffic
+from armillary.spec.tables.traffic import Traffic
 from armillary.store.home import Home
 from armillary.store.resolve_model import ModelSource
 from armillary.store.runs import Run, create_run

@@ -20,7 +20,7 @@ from armillary.engine.output.output_text import NoText, OutputProcessor
 from armillary.engine.runner.adapter_slots import AdapterSlots
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.kv_memory_budget import kv_budget
-from armillary.engine.runner.linear_formats import (
+from armillary.engine.runner.linear.linear_formats import (
     PackedDense,
     half_linear,
     int8_linear,
@@ -32,8 +32,8 @@ from armillary.engine.runner.linear_formats import (
     share_row_max,
     to_fp8,
 )
-from armillary.engine.runner.native_linear import run_native, run_native_tokens
-from armillary.engine.runner.packed_cpu import run_integers
+from armillary.engine.runner.linear.native_linear import run_native, run_native_tokens
+from armillary.engine.runner.linear.packed_cpu import run_integers
 from armillary.engine.runner.rank_layout import RankLayout
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
 from armillary.engine.scheduler.decision import StepWork
@@ -47,6 +47,7 @@ from armillary.kernels.core.dtype import DTYPES
 from armillary.kernels.core.requirements import lacking
 from armillary.kernels.paged.cache_codes import CACHE_DTYPES, largest_code
 from armillary.model.device import fit_threads, free_bytes
+from armillary.model.multi_token import MtpLayer
 from armillary.model.quantized.packed_linear import packed_modules
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
 from armillary.model.transformer import Transformer
@@ -75,13 +76,13 @@ def make_engine(
     warm: bool = True,
     owns_model: bool = False,
     eos_ids: Items[int] = (),
-    draft: Transformer | None = None,
+    draft: Transformer | MtpLayer | None = None,
 ) -> tuple[Engine, KVPlan]:
     """`seed` generates the seeds of requests without one; `phase` gets the seconds of each part of the start. With a
     `ranks` layout the model is sharded over them; the first rank's engine leads, the others follow. Without `warm`, for
     few requests, a CUDA graph is captured when its shape first comes instead of at the start. An engine that
     `owns_model` frees weights that it keeps in another form. `eos_ids` count where there is no tokenizer. `draft` is
-    the model of serve.draft."""
+    the model of serve.draft, or the model's own layer where serve.speculate is mtp."""
     on_phase, device_type = phase or (lambda name, seconds: None), next(model.parameters()).device.type
     begin = time.monotonic()
     fit_threads()

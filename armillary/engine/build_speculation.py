@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable
-
-from torch import nn
+from typing import Any
 
 from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.runner.draft_head import DraftHead
 from armillary.engine.runner.draft_model import DraftModel
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.rank_layout import RankLayout
@@ -17,6 +17,7 @@ from armillary.engine.speculative.speculation import Speculation
 from armillary.engine.speculative.step_costs import StepCosts
 from armillary.engine.telemetry.step_calibration import StepShape, decision_of
 from armillary.errors import BadInput
+from armillary.model.multi_token import MtpLayer
 from armillary.model.transformer import Transformer
 from armillary.spec.tables.serve import Serve
 
@@ -35,18 +36,36 @@ def step_rows(serve: Serve) -> int | None:
 
 
 def make_draft(
-    executor: FastExecutor, serve: Serve, draft: nn.Module | None, ranks: RankLayout | None, block_tokens: int
+    executor: FastExecutor,
+    serve: Serve,
+    draft: Transformer | MtpLayer | None,
+    ranks: RankLayout | None,
+    block_tokens: int,
 ) -> DraftModel | None:
-    """The draft model on the executor's rows; None where drafts are found by prompt lookup, or not at all."""
-    if serve.speculate != "draft":
+    """The draft model, or head, on the executor's rows; None where drafts are found by prompt lookup, or not at all."""
+    if not serve.has_draft_model:
         return None
+    what = "a draft model" if serve.speculate == "draft" else "a draft head"
     if ranks is not None:
-        raise BadInput("a draft model does not run on several devices yet; take serve.speculate=ngram, or --tp 1")
-    if not isinstance(draft, Transformer):
+        raise BadInput(f"{what} does not run on several devices yet; take serve.speculate=ngram, or --tp 1")
+    options: dict[str, Any] = {"block_tokens": block_tokens, "graphs": serve.graphs}
+    if serve.speculate == "mtp":
+        if not isinstance(draft, MtpLayer):
+            raise no_head(executor.forward.model.config.name)
+        draft_model: DraftModel = DraftHead(executor, draft, **options)
+    elif isinstance(draft, Transformer):
+        draft_model = DraftModel(executor, draft, **options)
+    else:
         raise BadInput("serve.speculate=draft needs a model that drafts; name it with serve.draft")
-    draft_model = DraftModel(executor, draft, block_tokens=block_tokens, graphs=serve.graphs)
     executor.draft_model = draft_model
     return draft_model
+
+
+def no_head(name: str) -> BadInput:
+    return BadInput(
+        f"{name} has no layer for multi-token prediction, and no draft head beside it; train one with armillary train "
+        f"RECIPE --draft-for {name}, or take serve.speculate=ngram"
+    )
 
 
 def speculate(
@@ -68,6 +87,7 @@ def speculate(
         LengthController(verify, propose, serve.max_draft),
         cache,
         has_model=draft is not None,
+        lag=0 if draft is None else draft.lag,
         max_rows=max_rows,
         max_len=max_len if draft is None else min(max_len, draft.max_len),
         totals=scheduler.totals,

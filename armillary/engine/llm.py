@@ -31,9 +31,11 @@ from armillary.errors import BadInput
 from armillary.kernels.core.dtype import parse_dtype
 from armillary.model.device import pick_device
 from armillary.model.generation_config import sampling_defaults
+from armillary.model.multi_token import MtpLayer
 from armillary.model.text.tokenizer import Tokenizer, eos_ids_of
 from armillary.model.transformer import Transformer
 from armillary.model.weights.hf_weights import load_model
+from armillary.model.weights.mtp_weights import load_draft_head
 from armillary.parallel.collectives import all_reduce
 from armillary.parallel.mesh import machines_of
 from armillary.parallel.world import World
@@ -73,8 +75,12 @@ def _ranks(world: World | None, config: ModelConfig, serve: Serve) -> RankLayout
     return None
 
 
-def _load_draft(serve: Serve, home: Home, dtype: str, device: torch.device) -> Transformer | None:
-    """The model of serve.draft."""
+def _load_draft(
+    folder: Path, serve: Serve, home: Home, dtype: str, device: torch.device
+) -> Transformer | MtpLayer | None:
+    """The model of serve.draft, or the draft head of the model in `folder`."""
+    if serve.speculate == "mtp":
+        return load_draft_head(folder, dtype=dtype, device=device)
     if not serve.draft:
         return None
     source = resolve_model(serve.draft, home, need_weights=True)
@@ -130,7 +136,7 @@ class LLM:
             phase=phase,
             ranks=ranks,
             owns_model=True,
-            draft=_load_draft(serve, home or Home.default(), dtype, where),
+            draft=_load_draft(source.folder, serve, home or Home.default(), dtype, where),
             eos_ids=() if has_text else eos_ids_of(source.folder),
             peaks=load_peaks(home or Home.default(), name_of(next(loaded.parameters()).device)),
         )

@@ -31,5 +31,10 @@ class MtpLayer(nn.Module):
     ) -> Tensor:
         """Normed hidden states, for the head and the next such layer, from those of the layer before (the model's own
         after its last norm) and the embeddings of the tokens that follow."""
+        x_BTH = self.block(self.joined(hidden_BTH, embedded_BTH), cos_sin, attend, layer)
+        return self.norm(x_BTH)  # type: ignore[no-any-return]
+
+    def joined(self, hidden_BTH: Tensor, embedded_BTH: Tensor) -> Tensor:
+        """The input of its block."""
         both = torch.cat((self.embedding_norm(embedded_BTH), self.hidden_norm(hidden_BTH)), dim=-1)
-        return self.norm(self.block(self.join(both), cos_sin, attend, layer))  # type: ignore[no-any-return]
+        return self.join(both)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from armillary.planning.training.search import Counted, fastest
 from armillary.planning.training.train_case import TrainCase
 from armillary.spec import catalogue
 from armillary.spec.hardware import Cluster, Node
-from armillary.spec.tables.serve import Cost
+from armillary.spec.tables.traffic import Cost
 
 KINDS = ("gpu", "tpu", "npu")
 WEIGHTS = ("bf16", "fp8")

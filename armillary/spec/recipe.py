@@ -23,7 +23,8 @@ from armillary.spec.tables.launch_target import Launch
 from armillary.spec.tables.model import ModelTable, apply_model_overrides, model_table, table_to_plain
 from armillary.spec.tables.report import ReportTable
 from armillary.spec.tables.resume_class import Defining, Free, KeyClass, Noted, classes_of
-from armillary.spec.tables.serve import Cost, Load, Objective, Predict, Serve, Traffic
+from armillary.spec.tables.serve import Predict, Serve
+from armillary.spec.tables.traffic import Cost, Load, Objective, Traffic
 from armillary.spec.tables.train import Data, TrainJob
 from armillary.spec.toml.fields import build, to_plain
 from armillary.spec.toml.toml_files import dumps

@@ -18,7 +18,8 @@ from armillary.serving.load.summary import summary
 from armillary.spec import catalogue
 from armillary.spec.layout import Layout
 from armillary.spec.plan import Plan
-from armillary.spec.tables.serve import Load, Objective, Serve, Traffic
+from armillary.spec.tables.serve import Serve
+from armillary.spec.tables.traffic import Load, Objective, Traffic
 from armillary.spec.tables.train import TrainJob
 from tests.profiling.profiles import made_profile
 

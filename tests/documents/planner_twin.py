@@ -12,7 +12,7 @@ from armillary.planning.cost.cost import device_hour, training_cost
 from armillary.planning.cost.failures import Failures, expected_goodput
 from armillary.planning.cost.ownership import owned
 from armillary.planning.serving.capacity import capacity
-from armillary.spec.tables.serve import Cost
+from armillary.spec.tables.traffic import Cost
 
 CHANGED = ("rent_hour", "devices", "steps", "utilisation", "capex", "kwh", "pue", "years", "staff", "requests_per_s")
 """inputs that are changed at random"""

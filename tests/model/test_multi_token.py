@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object, list
     """A folder with two such layers, its model, and the layers."""
     folder = tmp_path_factory.mktemp("mtp") / "model"
     theirs = random_model("deepseek_v3", 1, **SHAPE)
+    return folder, theirs, with_mtp_layers(folder, theirs)
+
+
+def with_mtp_layers(folder: Path, theirs: Any) -> list[torch.nn.Module]:
+    """Save a model with two random layers after its last."""
     theirs.save_pretrained(folder)
     torch.manual_seed(5)
     layers = [TheirLayer(theirs.config, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, DEPTH) for _ in range(2)]
@@ -38,7 +44,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object, list
         tensors |= _as_deepseek_stores(layer.state_dict(), f"model.layers.{DEPTH + depth}.")
         tensors[f"model.layers.{DEPTH + depth}.shared_head.head.weight"] = theirs.lm_head.weight.detach().clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder, theirs, layers
+    return layers
 
 
 def _as_deepseek_stores(state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from armillary.serving.load.report_text import LATENCY_HEADS, errors_text, laten
 from armillary.serving.load.run import LoadReport, LoadTest
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import to_toml
-from armillary.spec.tables.serve import Traffic
+from armillary.spec.tables.traffic import Traffic
 from armillary.store.atomic import write_text
 from armillary.store.home import Home
 from armillary.store.runs import Run, list_runs

@@ -13,6 +13,7 @@ from armillary.cli.data import on_bar, say_prepared
 from armillary.cli.main import USER_ERROR
 from armillary.cli.open_model import need_torch
 from armillary.cli.output import Output
+from armillary.cli.train.draft_for import train_draft_head
 from armillary.cli.train.nodes import fitted_to, train_on_nodes
 from armillary.cli.train.planning import begin, planned, refuse_days, seconds_left
 from armillary.cli.train.view import TrainView, outcome_of, say_end
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 @click.option("--new", is_flag=True, help="Begin a new run, even where unfinished ones exist.")
 @click.option("--take-over", is_flag=True, help="Resume a run that another process is running, and stop that process.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
+@click.option(
+    "--draft-for", metavar="MODEL", help="Train a draft head for MODEL, a run or a folder, and keep it there."
+)
 @click.option("--dry-run", is_flag=True, help="Plan and check everything; stop before anything is written.")
 @moved("--parity", "try armillary parity", is_flag=True)
 @moved("--only", "name strategies and formats, like armillary parity pp fp32")
@@ -58,6 +62,7 @@ def train(
     new: bool,
     take_over: bool,
     device: str | None,
+    draft_for: str | None,
     dry_run: bool,
     yes: bool,
 ) -> None:
@@ -73,6 +78,13 @@ def train(
     or joins, the run goes on from its newest checkpoint with fewer or more data-parallel ranks and the same batches.
     """
     need_torch("training")
+    if draft_for is not None:
+        if name or new or take_over or nodes or dry_run or devices not in (None, 1):
+            raise BadInput(
+                "--draft-for trains a head on one device, without a run of its own; leave the other flags out"
+            )
+        outcome = train_draft_head(out, home, load_recipe(recipe, overrides), draft_for, device=device)
+        return out.result(outcome, quiet=outcome["folder"])
     from armillary.parallel.world import is_launched
     from armillary.training.stopping import Until
 

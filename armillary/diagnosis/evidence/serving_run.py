@@ -20,7 +20,8 @@ from armillary.diagnosis.evidence.thresholds import (
 from armillary.diagnosis.readings.reading import Reading
 from armillary.planning.simulation.step_cost import StepCost
 from armillary.spec.plan import Plan
-from armillary.spec.tables.serve import Objective, Serve
+from armillary.spec.tables.serve import Serve
+from armillary.spec.tables.traffic import Objective
 from armillary.store.gauges import Record
 
 Bottleneck = Literal["rows", "budget", "blocks", "batch", "unknown"]

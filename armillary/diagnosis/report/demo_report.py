@@ -11,7 +11,7 @@ from armillary.profiling.profile import Profile
 from armillary.serving.load.run import LoadReport
 from armillary.spec.arithmetic.params import kv_bytes_per_token
 from armillary.spec.plan import Plan
-from armillary.spec.tables.serve import Traffic
+from armillary.spec.tables.traffic import Traffic
 from armillary.store.gauges import Record
 
 

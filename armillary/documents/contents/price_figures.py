@@ -21,7 +21,7 @@ from armillary.planning.cost.cost import (
 from armillary.planning.cost.failures import per_month
 from armillary.planning.cost.ownership import HOURS_A_MONTH, HOURS_A_YEAR, IDLE, NoPrice, Owned, owned
 from armillary.spec.hardware import Cluster
-from armillary.spec.tables.serve import Cost
+from armillary.spec.tables.traffic import Cost
 
 KEYS = {"on demand": "rent", "rented": "rent", "spot": "spot", "owned": "owned"}
 """offer of the planner -> stem of its figures"""

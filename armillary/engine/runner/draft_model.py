@@ -8,6 +8,7 @@ in the first pass.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
+from typing import Any
 
 import torch
 
@@ -25,12 +26,15 @@ from armillary.model.transformer import Transformer
 class DraftModel:
     """Runs the passes of a step's drafts."""
 
+    lag = 0
+    """positions that a pass stays behind the token it reads: 1 for a head on the model's hidden states"""
+
     def __init__(self, target: FastExecutor, model: Transformer, *, block_tokens: int, graphs: bool | None) -> None:
         _check(target, model)
         config, weight = model.config, next(model.parameters())
         cache = KVCache(2, block_tokens, groups=(Group(layers=tuple(range(config.num_layers))),), prefix=False)
         blocks = (config.num_layers, 2, *block_shape(config, block_tokens))
-        self.executor = FastExecutor(
+        self.executor = self.make_executor(
             model,
             cache,
             max_running=target.max_running,
@@ -44,6 +48,9 @@ class DraftModel:
         block = self.executor.rows.blocks[:, :1]
         self.block_bytes = block.numel() * block.element_size()
 
+    def make_executor(self, *given: Any, **options: Any) -> FastExecutor:
+        return FastExecutor(*given, **options)
+
     def allocate(self, num_blocks: int, host_blocks: int = 0) -> None:
         """As many KV blocks as the target has."""
         self.executor.rows.allocate(num_blocks, host_blocks)
@@ -55,7 +62,7 @@ class DraftModel:
 
     def propose(self, drafts: Items[Draft]) -> None:
         """Write draft tokens into their rows."""
-        for decision in passes(drafts, self.executor.max_tokens):
+        for decision in passes(drafts, self.executor.max_tokens, self.lag):
             self.run(decision)
 
     def run(self, decision: Decision) -> None:
@@ -65,25 +72,26 @@ class DraftModel:
             self.executor.steps.run(step.shape, True, step.ints)
 
 
-def passes(drafts: Items[Draft], most: int) -> Iterator[Decision]:
+def passes(drafts: Items[Draft], most: int, lag: int = 0) -> Iterator[Decision]:
     """The decode and prefill steps that propose `drafts`, with at most so many tokens each."""
-    yield from _first_passes(drafts, most)
+    yield from _first_passes(drafts, most, lag)
     for depth in range(1, max(draft.count for draft in drafts)):
         decision = Decision(0)
         for draft in drafts:
             if draft.count > depth:
-                _decode(decision, draft, draft.start + depth - 1)
+                _decode(decision, draft, draft.start - lag + depth - 1)
         yield decision
 
 
-def _first_passes(drafts: Items[Draft], most: int) -> Iterator[Decision]:
+def _first_passes(drafts: Items[Draft], most: int, lag: int) -> Iterator[Decision]:
     """Up to each sequence's last token, after which the first draft token is sampled."""
     decision, left = Decision(0), most
     for draft in drafts:
-        at = min(draft.computed, draft.start - 1)
-        while at < draft.start:
-            size = min(left, draft.start - at)
-            ends = at + size == draft.start
+        start = draft.start - lag
+        at = min(draft.computed, start - 1)
+        while at < start:
+            size = min(left, start - at)
+            ends = at + size == start
             if size == 1 and ends:
                 _decode(decision, draft, at)
             else:

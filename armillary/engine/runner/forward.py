@@ -18,7 +18,7 @@ from armillary.engine.runner.device_state import DeviceRows, with_heads
 from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.latent_layer import attend_latents
 from armillary.engine.runner.layer import Layer, full_qk_norm, make_layer, without_gates
-from armillary.engine.runner.linear_fn import Dense, LinearFn
+from armillary.engine.runner.linear.linear_fn import Dense, LinearFn
 from armillary.engine.runner.mixture_layer import run_mixture, run_small_mixture
 from armillary.engine.runner.rank_layout import Pipeline
 from armillary.engine.runner.rotary_tables import angle_tables, query_factors
@@ -114,6 +114,9 @@ class Forward:
         self.adapters: AdapterSlots | None = None  # LoRA adapters, where the engine takes some
         self.reduce: Reduce = no_reduce  # all-reduce of partial GEMM results
         self.pipeline: Pipeline | None = None  # the other stages, where this model is one of several
+        self.entry: Callable[[Inputs, Tensor], Tensor] | None = None  # what makes the first layer's input of embeddings
+        self.keep: Callable[[Inputs, Tensor], None] | None = None
+        """gets the hidden states of all tokens of a step, before the last norm: a draft head's input"""
         self.into_cache = full_qk_norm(kernels.qkv_cache, model.config) if kernels.norms_apart else kernels.qkv_cache
         self.head: LinearFn = model.head
         self.most_fused = _most_fused(self.layers, kernels)
@@ -126,14 +129,14 @@ class Forward:
         shape = inputs.shape
         if shape.decodes:
             return self.hidden(inputs)
-        if shape.rows < shape.tokens:
+        if shape.rows < shape.tokens and self.keep is None:
             return self.hidden(inputs, inputs.long("lasts_B"))
         return gathered(inputs, self.hidden(inputs))
 
     def hidden(self, inputs: Inputs, wanted: Tensor | None = None) -> Tensor:
         """[T, H], before the last norm; only of the `wanted` tokens where given."""
         shape, (tokens_T, tables_GBP, cos_sin) = inputs.shape, self._gathered(inputs)
-        x = self._into_stage(tokens_T, inputs.long("positions_T"))
+        x = self._into_stage(inputs, tokens_T)
         batches = [self._batch(inputs, tables_BP, len(x)) for tables_BP in tables_GBP]
         slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
         row_batch = None if self.rows.states is None else _row_batch(inputs)
@@ -156,6 +159,8 @@ class Forward:
             else:
                 x, added = self._layer(layer, x, added, context, selected)
         x = x if added is None else x + added
+        if self.keep is not None:
+            self.keep(inputs, x)
         if self.pipeline is not None and not self.pipeline.is_last:
             self.pipeline.send(x)
             return x if wanted is None else x.index_select(0, wanted)
@@ -166,9 +171,10 @@ class Forward:
         """Whether this stage is the last."""
         return self.pipeline is None or self.pipeline.is_last
 
-    def _into_stage(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+    def _into_stage(self, inputs: Inputs, tokens_T: Tensor) -> Tensor:
         if self.pipeline is None or self.pipeline.is_first:
-            return self.model.embed(tokens_T, positions_T)
+            embedded_TH = self.model.embed(tokens_T, inputs.long("positions_T"))
+            return embedded_TH if self.entry is None else self.entry(inputs, embedded_TH)
         weight = next(self.model.parameters())
         return self.pipeline.receive((len(tokens_T), self.model.config.hidden), weight.dtype, weight.device)
 

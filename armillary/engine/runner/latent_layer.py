@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.engine.runner.engine_kernels import EngineKernels
-from armillary.engine.runner.linear_fn import Dense, LinearFn, linear_fn
+from armillary.engine.runner.linear.linear_fn import Dense, LinearFn, linear_fn
 from armillary.kernels.gemm.skinny import MAX_TOKENS
 from armillary.kernels.latent.latent_forms import LatentBatch, latent_attention
 from armillary.model.layers.latent_attention import LatentAttention

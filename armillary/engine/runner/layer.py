@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.engine.runner.latent_layer import LatentLayer, first_linear, latent_linears, make_latent_layer
-from armillary.engine.runner.linear_fn import LinearFn, linear_fn
+from armillary.engine.runner.linear.linear_fn import LinearFn, linear_fn
 from armillary.kernels.attention.attention import AttentionOptions
 from armillary.kernels.delta.delta_rows import DeltaWeights
 from armillary.kernels.paged.qkv_to_cache import QkvOptions

@@ -42,10 +42,12 @@ class DeviceSampler:
 
     def __init__(self, rows: DeviceRows, kernels: EngineKernels) -> None:
         self.rows, self.kernels = rows, kernels
+        self.ahead = 0  # places by which a token's random number is further than its place in the rows
 
     def quick(self, logits_BV: Tensor, inputs: Inputs) -> Tensor:
         """Tokens [B], int64: temperature, top-k, top-p, min-p, seeds."""
         gathered_inputs, steps_B = inputs.decode_inputs, inputs.long("lengths_B")
+        steps_B = steps_B + self.ahead if self.ahead else steps_B
         if gathered_inputs is not None:
             draws = _draws(gathered_inputs.floats_FB, gathered_inputs.ints_IB, steps_B, gathered_inputs.top_k_B)
         else:

@@ -18,7 +18,7 @@ from armillary.engine.runner.executor import FastExecutor, Launched
 from armillary.engine.runner.expert_counters import ExpertCounters
 from armillary.engine.runner.latent_layer import LatentLayer
 from armillary.engine.runner.layer import Layer, free_weights, full_qk_norm, linears_of
-from armillary.engine.runner.linear_fn import Dense, LinearFn
+from armillary.engine.runner.linear.linear_fn import Dense, LinearFn
 from armillary.engine.runner.rank_layout import Experts
 from armillary.engine.runner.sharded_weights import is_sharded, qkv_rows
 from armillary.engine.runner.step_bytes import RankMessage

@@ -35,13 +35,16 @@ class Speculation:
         cache: KVCache,
         *,
         has_model: bool,
+        lag: int = 0,
         max_rows: int,
         max_len: int,
         totals: Totals,
     ) -> None:
-        """`max_rows`: most rows of a step, draft tokens included; `max_len`: longest sequence with drafts."""
+        """`lag`: as `DraftModel.lag`; `max_rows`: most rows of a step, draft tokens included; `max_len`: longest
+        sequence with drafts."""
         self.controller, self._cache, self.totals = controller, cache, totals
         self._has_model, self._max_rows, self._max_len = has_model, max_rows, max_len
+        self._lag, self._caught_up = lag, _CAUGHT_UP + lag * controller.most
         self.active = True  # whether the next step may have drafts: it is then decided when all tokens are known
         self._mean = _FIRST_MEAN
         self._next = 0  # where the next step's lookups begin
@@ -121,7 +124,8 @@ class Speculation:
         del seq.logprobs[seq.num_output + len(got) :]
         if len(seq.tokens) + len(got) == seq.limit:
             decision.last.append(seq)
-        state.computed = min(draft.start + accepted, draft.start + draft.count - 1)
+        # a head computes accepted tokens again, from the model's hidden states instead of its own
+        state.computed = draft.start + (-self._lag if self._lag else min(accepted, draft.count - 1))
         self._learn(state, accepted, min(accepted + 1, draft.count))
         self.totals.drafted += draft.count
         self.totals.accepted += accepted
@@ -131,7 +135,7 @@ class Speculation:
         """A step has ended and its tokens are added to `sequences`."""
         seconds, self._last_end = now - max(decision.decided_at, self._last_end), now
         decodes, lengths = decision.num_decodes, [draft.count for draft in decision.drafts]
-        caught_up = any(draft.start - draft.computed > _CAUGHT_UP for draft in decision.drafts) and self._has_model
+        caught_up = any(draft.start - draft.computed > self._caught_up for draft in decision.drafts) and self._has_model
         if decodes and not decision.chunks and seconds > 0:
             plain_s = self.controller.verify.seconds(decodes) * len(sequences) / decodes
             self.totals.speculated_s += seconds

@@ -78,7 +78,7 @@ def look_up(
             len(packed),
             rows,
             num_rows,
-            tokens_RT.shape[1],
+            tokens_RT.stride(0),
             *begins,
             groups,
             pages,
@@ -96,7 +96,7 @@ def put(tokens_B: Tensor, wide: Tensor, rows_at: int, positions_at: int, tokens_
     """Write tokens into their rows, given by the step's inputs from `rows_at` and `positions_at` on; negative tokens
     become zero."""
     with on(tokens_B):
-        _put[(len(tokens_B),)](tokens_B, wide, tokens_RT, rows_at, positions_at, tokens_RT.shape[1], num_warps=1)
+        _put[(len(tokens_B),)](tokens_B, wide, tokens_RT, rows_at, positions_at, tokens_RT.stride(0), num_warps=1)
 
 
 @triton.jit(do_not_specialize=["size", "rows", "num_rows", "longest", "rows_T", "positions_T", "angles_T", "rows_B"])

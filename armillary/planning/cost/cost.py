@@ -18,7 +18,7 @@ from armillary.planning.cost.failures import HOUR, Failures, expected_goodput, p
 from armillary.planning.cost.ownership import NoPrice, Owned, owned
 from armillary.spec import catalogue
 from armillary.spec.hardware import Chip, Cluster, Price
-from armillary.spec.tables.serve import Cost
+from armillary.spec.tables.traffic import Cost
 
 RESERVED = {1: 0.62, 3: 0.40}
 """price of a reserved hour over one on demand, by years of commitment: trn1.32xlarge 8.197 of 21.50 and inf2.48xlarge

@@ -5,7 +5,7 @@ from armillary.planning.cost.failures import Goodput
 from armillary.planning.cost.ownership import NoPrice, owned
 from armillary.planning.cost.storage import RunStorage, fits
 from armillary.spec.hardware import Cluster
-from armillary.spec.tables.serve import Cost
+from armillary.spec.tables.traffic import Cost
 from armillary.units import bandwidth_text, bytes_text, dollars_text, seconds_text
 
 OFFER_COLUMNS = ("offer", "$/h", "kept", "$/useful h", "source")

@@ -11,7 +11,7 @@ from math import isfinite
 
 from armillary.errors import BadInput
 from armillary.spec.hardware import Cluster
-from armillary.spec.tables.serve import Cost
+from armillary.spec.tables.traffic import Cost
 
 HOURS_A_YEAR, HOURS_A_MONTH = 8760.0, 730.0
 IDLE = 0.3

@@ -10,7 +10,7 @@ from math import ceil, isfinite
 from armillary.errors import BadInput
 from armillary.planning.serving.queueing import OperatingPoint, Server, operating_point
 from armillary.planning.serving.serving_memory import ServingMemory, concurrency, kv_capacity_tokens, serving_memory
-from armillary.spec.tables.serve import Objective
+from armillary.spec.tables.traffic import Objective
 from armillary.units import seconds_text
 
 _HEADROOM = 1 - 1e-4

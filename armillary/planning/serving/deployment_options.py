@@ -28,7 +28,8 @@ from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
 from armillary.spec.layout_rules.division import tp_holds
 from armillary.spec.model import ModelConfig
-from armillary.spec.tables.serve import Cost, Objective, Serve, Traffic
+from armillary.spec.tables.serve import Serve
+from armillary.spec.tables.traffic import Cost, Objective, Traffic
 
 if TYPE_CHECKING:
     from armillary.store.peaks import Peaks

@@ -15,7 +15,7 @@ from armillary.planning.serving.capacity import Capacity, capacity
 from armillary.planning.serving.queueing import Server
 from armillary.planning.serving.replica import Replica
 from armillary.planning.serving.serving_memory import sequence_bytes
-from armillary.spec.tables.serve import Objective
+from armillary.spec.tables.traffic import Objective
 from armillary.units import seconds_text
 
 

@@ -12,7 +12,7 @@ from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.case import Case
 from armillary.spec.layout_rules.division import tp_holds
 from armillary.spec.model import ModelConfig
-from armillary.spec.tables.serve import Objective
+from armillary.spec.tables.traffic import Objective
 
 
 def engine_layout(request: Request, layout: Layout, devices: int) -> tuple[Layout, str]:

@@ -24,7 +24,8 @@ from armillary.planning.serving.forward_ops import Group
 from armillary.planning.serving.generation import decode_gap_s, prefill_share_s
 from armillary.planning.serving.replica import Replica
 from armillary.planning.serving.serving_memory import concurrency, serving_memory
-from armillary.spec.tables.serve import Serve, Traffic
+from armillary.spec.tables.serve import Serve
+from armillary.spec.tables.traffic import Traffic
 
 Z99, KV_HEADROOM = 2.33, 3.0
 """standard deviations to the 99th percentile, and those that must fit the KV cache, so that waiting for it is rare"""

@@ -30,7 +30,7 @@ from armillary.planning.simulation.trace_arrivals import arrivals_of
 from armillary.spec import catalogue
 from armillary.spec.hf.config import from_hf
 from armillary.spec.tables.fleet import Autoscale, Fleet
-from armillary.spec.tables.serve import Objective, Traffic
+from armillary.spec.tables.traffic import Objective, Traffic
 from armillary.stats import percentile
 from armillary.store.hf_folder import read_config
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from armillary.spec.hardware import Cluster
     from armillary.spec.model import ModelConfig
     from armillary.spec.recipe import Recipe
+    from armillary.spec.tables.serve import Serve
     from armillary.store.home import Home
 
 _MOST_ARRIVALS = 200_000
@@ -107,14 +108,14 @@ def fleet_case(
     context = max(1, prompt + round(sum(each.tokens_out for each in arrivals) / len(arrivals) / 2))
     draft: StepCost | None = None
     moves: Callable[[int], float] | None = None
-    if cost is None or kv_tokens is None or serve.speculate == "draft" or recipe.fleet.prefill_replicas:
+    if cost is None or kv_tokens is None or serve.has_draft_model or recipe.fleet.prefill_replicas:
         server = server_of(serving_request(recipe, config, cluster, home), recipe.layout)
         serve, moves = server.serve, partial(transfer_s, server.replica)
         kv_tokens = kv_tokens or kv_capacity_tokens(server.replica, serving_memory(server.replica, serve))
         devices = server.replica.split.num_devices
         cost = cost or planned_step_cost(server.replica, context=context, prompt=prompt)
-        if serve.speculate == "draft":
-            small = replace(server.replica, config=_draft_model(serve.draft), stored=None)
+        if serve.has_draft_model:
+            small = replace(server.replica, config=_draft_model(serve, config), stored=None)
             draft = planned_step_cost(small, context=context, prompt=prompt)
     if serve.kv_host_bytes:
         cost = replace(cost, host_block_s=host_block_s(cluster, plan_kv(config, serve, 1 << 62).block_bytes))
@@ -138,8 +139,11 @@ def fleet_case(
     )
 
 
-def _draft_model(name: str) -> ModelConfig:
-    """Shape of the model that drafts: a folder's, or one of the catalogue."""
+def _draft_model(serve: Serve, config: ModelConfig) -> ModelConfig:
+    """Shape of the model that drafts: a folder's, or one of the catalogue; a head is one layer."""
+    name = serve.draft
+    if serve.speculate == "mtp":
+        return replace(config, layers=(config.mtp_kind,))
     if (Path(name) / "config.json").is_file():
         return from_hf(read_config(Path(name)), name=Path(name).name)
     return catalogue.model(name).config

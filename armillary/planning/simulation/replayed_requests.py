@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.spec.tables.serve import Traffic
+from armillary.spec.tables.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

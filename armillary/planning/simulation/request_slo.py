@@ -6,7 +6,7 @@ from array import array
 
 from armillary.planning.simulation.fleet_run import FleetRun
 from armillary.planning.simulation.simulated_replica import Served
-from armillary.spec.tables.serve import Objective
+from armillary.spec.tables.traffic import Objective
 from armillary.stats import percentile
 
 

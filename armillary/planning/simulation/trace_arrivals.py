@@ -15,7 +15,7 @@ from armillary.planning.simulation.replayed_requests import Arrival
 from armillary.serving.load.record import PlannedRequest
 from armillary.serving.load.schedule import planned_requests
 from armillary.serving.load.trace import BLOCK_TOKENS
-from armillary.spec.tables.serve import Load, Traffic
+from armillary.spec.tables.traffic import Load, Traffic
 
 
 def arrivals_of(traffic: Traffic, load: Load) -> tuple[Arrival, ...]:

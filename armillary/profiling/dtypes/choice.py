@@ -7,7 +7,8 @@ from armillary.spec.hardware import Cluster
 from armillary.spec.layout import Layout, Precision
 from armillary.spec.model import ModelConfig
 from armillary.spec.precision import SIXTEEN_BIT, DtypeRates, check_asked, serving_dtype, training_dtype
-from armillary.spec.tables.serve import Serve, Traffic
+from armillary.spec.tables.serve import Serve
+from armillary.spec.tables.traffic import Traffic
 from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
 

@@ -15,7 +15,7 @@ from armillary.serving.load.client import clock_from, get_json, send_request, se
 from armillary.serving.load.prompts import ByCharacters, ByTokenizer, PromptCutter
 from armillary.serving.load.record import PreparedRequest, RequestResult
 from armillary.serving.load.target import Target, base_url
-from armillary.spec.tables.serve import Load
+from armillary.spec.tables.traffic import Load
 
 _SHORT, _SHORT_TOKENS, _LONG_CHARS = "Hello.", 2, 2000
 _PROBE_TOKENS = 4

@@ -13,7 +13,7 @@ from armillary.serving.load.probe import ProbedServer
 from armillary.serving.load.run import LoadTest, RunResult, run_once
 from armillary.serving.load.sender import Watch
 from armillary.serving.load.summary import LatencySummary, Summary
-from armillary.spec.tables.serve import Objective
+from armillary.spec.tables.traffic import Objective
 from armillary.units import seconds_text
 
 _MAX_ATTEMPTS = 24

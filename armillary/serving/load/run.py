@@ -14,7 +14,7 @@ from armillary.serving.load.record import RequestResult
 from armillary.serving.load.schedule import num_shortened, planned_requests, warmup_s
 from armillary.serving.load.sender import SendJob, Watch
 from armillary.serving.load.summary import Summary, summary
-from armillary.spec.tables.serve import Load, Objective, Traffic
+from armillary.spec.tables.traffic import Load, Objective, Traffic
 
 _UNLIMITED = float("inf")
 _MIN_FOR_P99 = 100

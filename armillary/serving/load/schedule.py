@@ -15,7 +15,7 @@ from random import Random
 from armillary.errors import BadInput
 from armillary.serving.load.record import PlannedRequest
 from armillary.serving.load.trace import read_trace
-from armillary.spec.tables.serve import Load, Traffic
+from armillary.spec.tables.traffic import Load, Traffic
 
 _MAX_WARMUP_S = 10.0
 

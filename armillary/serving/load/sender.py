@@ -21,7 +21,7 @@ from armillary.serving.load.prompts import PromptMaker
 from armillary.serving.load.record import PlannedRequest, PreparedRequest, RequestResult
 from armillary.serving.load.schedule import lengths
 from armillary.serving.load.target import Target
-from armillary.spec.tables.serve import Load, Traffic
+from armillary.spec.tables.traffic import Load, Traffic
 
 _TICK_S = 0.25
 START_S = 0.05

@@ -11,7 +11,7 @@ from itertools import chain
 
 from armillary.serving.load.client_lag import Lag
 from armillary.serving.load.record import RequestResult
-from armillary.spec.tables.serve import Objective
+from armillary.spec.tables.traffic import Objective
 from armillary.stats import percentile, slope
 
 _SAMPLES = 60

@@ -9,8 +9,8 @@ import torch
 
 from armillary.engine.build import make_engine
 from armillary.engine.runner.executor import FastExecutor
-from armillary.engine.runner.linear_fn import Dense
-from armillary.engine.runner.linear_formats import Fp8Dense, to_fp8
+from armillary.engine.runner.linear.linear_fn import Dense
+from armillary.engine.runner.linear.linear_formats import Fp8Dense, to_fp8
 from armillary.errors import BadInput
 from armillary.kernels.fp8.matmul import reference
 from armillary.model.transformer import build

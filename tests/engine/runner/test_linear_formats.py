@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from armillary.engine.build import make_engine
-from armillary.engine.runner.linear_fn import Dense, LinearFn
-from armillary.engine.runner.linear_formats import Int8Dense, PackedDense, int8_linear, packs
+from armillary.engine.runner.linear.linear_fn import Dense, LinearFn
+from armillary.engine.runner.linear.linear_formats import Int8Dense, PackedDense, int8_linear, packs
 from armillary.model.transformer import build
 from armillary.spec.tables.serve import Serve
 from tests.engine.fake import ask

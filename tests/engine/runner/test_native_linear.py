@@ -11,7 +11,7 @@ import torch
 from armillary.engine.llm import LLM
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.runner.forward import Forward
-from armillary.engine.runner.native_linear import NativeLinear
+from armillary.engine.runner.linear.native_linear import NativeLinear
 from armillary.kernels.core.agreement import relative_error
 from armillary.kernels.core.dtype import DTYPES
 from armillary.model.quantized.packed_linear import loaded_bytes, packed_modules

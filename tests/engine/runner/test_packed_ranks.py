@@ -11,8 +11,8 @@ import torch
 
 from armillary.engine.llm import LLM
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.engine.runner.linear_formats import Int8Dense
-from armillary.engine.runner.native_linear import NativeLinear
+from armillary.engine.runner.linear.linear_formats import Int8Dense
+from armillary.engine.runner.linear.native_linear import NativeLinear
 from armillary.engine.runner.rank_layout import RankLayout
 from armillary.engine.runner.sharded_weights import RankShard, load_shard
 from armillary.errors import BadLayout

@@ -12,7 +12,7 @@ from armillary.errors import BadInput, NotFound
 from armillary.planning.cost.cost import device_hour, offers, serving_cost, spot_goodput, training_cost
 from armillary.planning.cost.ownership import Owned, owned
 from armillary.spec import catalogue
-from armillary.spec.tables.serve import Cost
+from armillary.spec.tables.traffic import Cost
 
 H100 = catalogue.cluster("h100x64")
 ONE = Owned(capex_usd=40_000, years=4, power_w=1000, pue=1.25, usd_per_kwh=0.1, staff_usd_per_year=0)

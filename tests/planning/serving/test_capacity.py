@@ -21,7 +21,8 @@ from armillary.planning.serving.serving_report import choice_cells, explain, pla
 from armillary.spec import catalogue
 from armillary.spec.gauges import GAUGES
 from armillary.spec.layout import Layout
-from armillary.spec.tables.serve import Cost, Objective, Serve, Traffic
+from armillary.spec.tables.serve import Serve
+from armillary.spec.tables.traffic import Cost, Objective, Traffic
 
 CHAT = Traffic(requests_per_s=20, tokens_in=1000, tokens_out=250)
 rates, lengths = st.floats(0.01, 50), st.integers(1, 4000)

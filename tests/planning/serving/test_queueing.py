@@ -12,7 +12,8 @@ from armillary.planning.serving.forward_ops import Split
 from armillary.planning.serving.queueing import Server, _poisson_quantile, operating_point
 from armillary.planning.serving.replica import Replica
 from armillary.spec import catalogue
-from armillary.spec.tables.serve import Objective, Serve, Traffic
+from armillary.spec.tables.serve import Serve
+from armillary.spec.tables.traffic import Objective, Traffic
 
 
 @dataclass

@@ -19,7 +19,7 @@ from armillary.planning.simulation.replayed_requests import drawn
 from armillary.planning.simulation.simulated_engine import System
 from armillary.planning.simulation.step_cost import StepCost
 from armillary.spec.tables.fleet import Autoscale, Fleet
-from armillary.spec.tables.serve import Objective, Traffic
+from armillary.spec.tables.traffic import Objective, Traffic
 
 TRAFFIC = Traffic(requests_per_s=60.0, tokens_in=48, tokens_out=12, duration_s=25.0)
 CASE = FleetCase(

@@ -17,7 +17,7 @@ from armillary.planning.simulation.step_cost import StepCost
 from armillary.spec import catalogue
 from armillary.spec.recipe import recipe_from_dict
 from armillary.spec.tables.fleet import Autoscale, Fleet
-from armillary.spec.tables.serve import Objective, Traffic
+from armillary.spec.tables.traffic import Objective, Traffic
 from armillary.store.home import Home
 
 COST = StepCost(base_s=0.01, prefill_s=1e-4, decode_s=1e-4, waits=True)

@@ -18,7 +18,8 @@ from armillary.planning.serving.queueing import Server
 from armillary.planning.serving.replica import Replica
 from armillary.planning.simulation.simulated_engine import planned_service
 from armillary.spec import catalogue
-from armillary.spec.tables.serve import Serve, Traffic
+from armillary.spec.tables.serve import Serve
+from armillary.spec.tables.traffic import Traffic
 from tests.model.layers.test_attention_forms import small
 
 TRAFFIC = Traffic(requests_per_s=6, tokens_in=32, tokens_out=64, duration_s=10)

@@ -27,7 +27,8 @@ from armillary.planning.simulation.step_cost import StepCost, extrapolate_batch,
 from armillary.spec import catalogue
 from armillary.spec.layout import Layout
 from armillary.spec.plan import Plan
-from armillary.spec.tables.serve import Serve, Traffic
+from armillary.spec.tables.serve import Serve
+from armillary.spec.tables.traffic import Traffic
 from tests.model.layers.test_attention_forms import small
 
 COST = StepCost(base_s=0.005, prefill_s=2e-5, decode_s=1e-4, context_s=1e-8)

@@ -15,7 +15,7 @@ from armillary.planning.simulation.simulated_engine import System
 from armillary.planning.simulation.simulated_fleet import SimulatedFleet
 from armillary.planning.simulation.step_cost import StepCost
 from armillary.spec.tables.fleet import Autoscale, Fleet
-from armillary.spec.tables.serve import Traffic
+from armillary.spec.tables.traffic import Traffic
 
 COST = StepCost(base_s=0.02, prefill_s=1e-4, decode_s=1e-3, waits=True)
 SYSTEM = System(settings=Settings(max_model_len=512, vocab=100, max_running=8), num_blocks=400, streamed=True)

@@ -11,7 +11,7 @@ from armillary.errors import BadInput
 from armillary.planning.simulation.replayed_requests import Prompts
 from armillary.planning.simulation.trace_arrivals import arrivals_of, has_shared_prefixes
 from armillary.serving.load.schedule import planned_requests
-from armillary.spec.tables.serve import Load, Traffic
+from armillary.spec.tables.traffic import Load, Traffic
 
 
 def test_they_are_those_of_armillary_load() -> None:

@@ -19,7 +19,7 @@ from armillary.planning.training.search_space import space, supported
 from armillary.spec import catalogue
 from armillary.spec.layout import Layout
 from armillary.spec.layout_rules.rules import check_layout
-from armillary.spec.tables.serve import Cost
+from armillary.spec.tables.traffic import Cost
 from tests.planning.cases import case_of, small_model
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from armillary.engine.runner.linear_formats import int_mm_is_exact
+from armillary.engine.runner.linear.linear_formats import int_mm_is_exact
 from armillary.errors import NotFound
 from armillary.kernels.core.random_inputs import Pool, random_row, set_elements
 from armillary.machine.cores import BackgroundLoad

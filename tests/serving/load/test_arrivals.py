@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.serving.load.schedule import send_times
-from armillary.spec.tables.serve import Traffic
+from armillary.spec.tables.traffic import Traffic
 
 
 def variation(times: list[float]) -> float:

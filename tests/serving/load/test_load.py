@@ -7,7 +7,7 @@ import re
 import pytest
 
 from armillary.serving.load.run import LoadTest, load_test
-from armillary.spec.tables.serve import Load, Objective, Traffic
+from armillary.spec.tables.traffic import Load, Objective, Traffic
 from tests.serving.tiny import Server
 
 TRAFFIC = Traffic(requests_per_s=40, tokens_in=96, tokens_out=8, shared_prefix=64, duration_s=1.0)

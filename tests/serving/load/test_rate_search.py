@@ -14,7 +14,7 @@ from armillary.serving.load.record import RequestResult
 from armillary.serving.load.report_text import attempt_rows, best_text
 from armillary.serving.load.run import RunResult
 from armillary.serving.load.summary import summary
-from armillary.spec.tables.serve import Objective
+from armillary.spec.tables.traffic import Objective
 
 SECONDS, WORK_S = 20.0, 0.1
 

@@ -20,7 +20,7 @@ from armillary.serving.load.rate_search import rate_runner, search_rate
 from armillary.serving.load.report_text import latency_rows, plain, rate_rows, title_text
 from armillary.serving.load.run import LoadTest, load_test
 from armillary.serving.load.sender import SendJob
-from armillary.spec.tables.serve import Load, Objective, Traffic
+from armillary.spec.tables.traffic import Load, Objective, Traffic
 from tests.serving.load.fake_server import Fake, fake_server
 
 TRAFFIC = Traffic(requests_per_s=40, tokens_in=60, tokens_out=8, duration_s=1.0)

@@ -10,7 +10,7 @@ import pytest
 from armillary.errors import BadData, BadInput, NotFound
 from armillary.serving.load.schedule import lengths, num_shortened, planned_requests, warmup_s
 from armillary.serving.load.trace import read_trace
-from armillary.spec.tables.serve import Load, Traffic
+from armillary.spec.tables.traffic import Load, Traffic
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

@@ -10,7 +10,7 @@ from armillary.serving.load.client_lag import Lag
 from armillary.serving.load.rate_search import violations
 from armillary.serving.load.record import RequestResult
 from armillary.serving.load.summary import in_flight, summary
-from armillary.spec.tables.serve import Objective
+from armillary.spec.tables.traffic import Objective
 from armillary.stats import estimate, percentile, slope
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from armillary.serving.load.run import LoadTest, load_test
-from armillary.spec.tables.serve import Load, Objective, Traffic
+from armillary.spec.tables.traffic import Load, Objective, Traffic
 from tests.fork_server import Command, ForkServer
 from tests.serving.generated_requests import run_schemathesis
 

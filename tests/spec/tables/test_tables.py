@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from armillary.errors import BadRecipe
-from armillary.spec.tables.serve import Cost, Load, Objective, Predict, Serve, Traffic
+from armillary.spec.tables.serve import Predict, Serve
+from armillary.spec.tables.traffic import Cost, Load, Objective, Traffic
 from armillary.spec.tables.train import Data, TrainJob
 from armillary.spec.toml.fields import build, help_of, to_plain
 

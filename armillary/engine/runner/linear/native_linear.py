@@ -14,7 +14,7 @@ from torch import Tensor
 from armillary.engine.runner.forward import Forward
 from armillary.engine.runner.latent_layer import Joined
 from armillary.engine.runner.layer import replace_linear_fns
-from armillary.engine.runner.linear_fn import LinearFn
+from armillary.engine.runner.linear.linear_fn import LinearFn
 from armillary.kernels.core.agreement import relative_error
 from armillary.kernels.native import token_kernels
 from armillary.kernels.native.library import has_amx, library

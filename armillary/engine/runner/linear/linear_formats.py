@@ -18,9 +18,9 @@ from torch import Tensor
 from armillary.engine.runner.forward import Forward, no_reduce
 from armillary.engine.runner.latent_layer import Joined
 from armillary.engine.runner.layer import free_weights, linears_of, replace_linear_fns
-from armillary.engine.runner.linear_fn import Dense, LinearFn
-from armillary.engine.runner.native_linear import NativeLinear, native_int8
-from armillary.engine.runner.packed_cpu import IntegerLinear, IntegerPart
+from armillary.engine.runner.linear.linear_fn import Dense, LinearFn
+from armillary.engine.runner.linear.native_linear import NativeLinear, native_int8
+from armillary.engine.runner.linear.packed_cpu import IntegerLinear, IntegerPart
 from armillary.errors import BadInput
 from armillary.kernels.core.choose_version import choose
 from armillary.kernels.core.requirements import lacking

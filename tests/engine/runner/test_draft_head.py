@@ -1,0 +1,163 @@
+"""Drafts from a head on the model's hidden states: its passes are the plain layer's, and no token changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from armillary.engine.build import make_engine
+from armillary.engine.engine import Engine
+from armillary.engine.llm import LLM
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.runner.draft_head import DraftHead
+from armillary.engine.runner.draft_model import passes
+from armillary.engine.runner.executor import FastExecutor
+from armillary.engine.scheduler.invariants import check_idle
+from armillary.engine.speculative.draft import Draft
+from armillary.errors import BadInput, BadRecipe
+from armillary.model.layers.attention_forms import plain
+from armillary.model.multi_token import MtpLayer
+from armillary.model.transformer import Transformer
+from armillary.model.weights.hf_weights import save_model
+from armillary.model.weights.mtp_weights import load_draft_head, save_draft_head
+from armillary.spec.tables.serve import Serve
+from armillary.training.draft_head import new_draft_head
+from tests.engine.fake import ask
+from tests.engine.runner.test_draft_model import SERVE, requests, same
+from tests.engine.runner.test_reference_executor import model
+from tests.engine.speculative.test_speculation import AnyLength
+from tests.model.families import random_model
+from tests.model.test_multi_token import SHAPE, with_mtp_layers
+
+SIZES = [("multi-query", 200_000), ("multi-query", 30_000), ("latent", 30_000), ("hybrid", 200_000)]
+
+
+def head_of(target: Transformer, *, noise: float = 0.02) -> MtpLayer:
+    head = new_draft_head(target)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += noise * torch.randn_like(parameter)
+    return head
+
+
+def forced(target: Transformer, head: MtpLayer, **more: Any) -> Engine:
+    engine, _ = make_engine(target, None, Serve(**SERVE | {"speculate": "mtp"} | more), seed=1, draft=head)
+    force(engine)
+    return engine
+
+
+def force(engine: Engine) -> None:
+    """Drafts of random lengths, whatever they cost."""
+    speculation = engine.scheduler.speculation
+    assert speculation is not None
+    speculation.controller = AnyLength(Random(4))
+    speculation._decide = lambda decision: None  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def one_by_one(target: Transformer, head: MtpLayer, tokens: list[int], count: int) -> list[int]:
+    """Greedy draft tokens after `tokens` by the plain layer: the model's hidden states, then the head's own."""
+    ids = torch.tensor([tokens])
+    at = torch.arange(len(tokens))[None]
+    hidden, drafts = target(ids, at, plain)[:, :-1], list(tokens)
+    for _ in range(count):
+        positions = torch.arange(len(drafts) - 1)[None]
+        following = target.embed(torch.tensor([drafts[1:]]), positions)
+        cos_sin = target.rotary(positions) if target.rotary is not None else None
+        out = head(hidden, following, cos_sin, plain, 0)
+        drafts.append(int(target.head(out[:, -1]).argmax()))
+        hidden = torch.cat((hidden, out[:, -1:]), dim=1)
+    return drafts[len(tokens) :]
+
+
+@pytest.mark.parametrize("name", ["multi-query", "latent"])
+def test_draft_tokens_are_those_of_the_plain_layer(name: str) -> None:
+    """Over a prompt computed in chunks, after rejected and accepted drafts, and from its own hidden states."""
+    target = model(name)
+    head = head_of(target, noise=0.1)
+    engine, seen = forced(target, head), []
+    executor = engine.loop.executor
+    assert isinstance(executor, FastExecutor) and isinstance(executor.draft_model, DraftHead)
+    propose = executor.draft_model.propose
+
+    def noted(drafts: list[Draft]) -> None:
+        propose(drafts)
+        for draft in drafts:
+            made = executor.rows.tokens_RT[draft.row, draft.start : draft.start + draft.count]
+            seen.append((list(draft.sequence.tokens), made.tolist()))
+
+    executor.draft_model.propose = noted  # type: ignore[method-assign, assignment]
+    engine.generate([ask(f"r{i}", range(2, 5 + 4 * i), 16, ignore_eos=True, temperature=0.0) for i in range(4)])
+    totals = engine.scheduler.totals
+    assert len(seen) > 10 and totals.drafted > totals.accepted
+    for tokens, made in seen:
+        assert made == one_by_one(target, head, tokens, len(made))
+
+
+@pytest.mark.parametrize(("name", "kv_bytes"), SIZES)
+def test_a_head_changes_no_token(name: str, kv_bytes: int) -> None:
+    """Sampled, seeded, penalised, with prefixes shared between requests, and preempted where there are few blocks."""
+    target = model(name)
+    plain_engine, _ = make_engine(target, None, Serve(**SERVE), seed=1)
+    engine = forced(target, head_of(target), kv_bytes=kv_bytes)
+    for _ in range(2):  # the second time prompts are found in the prefix cache, with their hidden states
+        same(plain_engine.generate(requests()), engine.generate(requests()))
+    check_idle(engine.scheduler)
+    assert engine.scheduler.totals.drafted > 20
+
+
+def test_passes_stay_one_position_behind() -> None:
+    engine = forced(model("multi-query"), head_of(model("multi-query")))
+    (one,) = engine.scheduler.request_table.prepare(ask("a", range(2, 20), 8), None)
+    made = list(passes([Draft(one, 0, 18, 3, [], 2)], 32, 1))
+    assert [(c.start, c.size, c.samples) for c in made[0].chunks] == [(2, 15, True)]
+    assert [d.positions for d in made[1:]] == [[17], [18]]
+
+
+def test_a_head_in_the_models_folder_is_found(tmp_path: Path) -> None:
+    target = model("multi-query")
+    head, folder = head_of(target), tmp_path / "model"
+    save_model(target, folder)
+    with pytest.raises(BadInput, match="no draft head beside it; train one with armillary train RECIPE --draft-for"):
+        LLM(folder, Serve(**SERVE, speculate="mtp"), dtype="fp32", device="cpu")
+    save_draft_head(head, target.config, folder, {"steps": 1})
+    found = load_draft_head(folder, dtype="fp32", device="cpu")
+    assert found is not None
+    for name, parameter in head.named_parameters():
+        assert torch.equal(parameter, found.get_parameter(name)), name
+    answers = [
+        LLM(folder, Serve(**SERVE, **more), dtype="fp32", device="cpu").generate(
+            [[3, 4, 5, 3, 4, 5]], SamplingParams(max_tokens=12, temperature=0.0)
+        )
+        for more in ({}, {"speculate": "mtp"})
+    ]
+    assert answers[0][0].tokens == answers[1][0].tokens
+
+
+def test_a_checkpoints_own_layer_drafts(tmp_path: Path) -> None:
+    """DeepSeek-V3's, named after the last layer."""
+    folder = tmp_path / "deepseek"
+    with_mtp_layers(folder, random_model("deepseek_v3", 1, **SHAPE))
+    plain_llm, llm = (
+        LLM(folder, Serve(**SERVE | more), dtype="fp32", device="cpu") for more in ({}, {"speculate": "mtp"})
+    )
+    force(llm.engine)
+    prompts = [[3, 4, 5, 6], list(range(2, 30))]
+    params = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.0)
+    assert [a.tokens for a in plain_llm.generate(prompts, params)] == [a.tokens for a in llm.generate(prompts, params)]
+    assert llm.engine.scheduler.totals.drafted > 0
+
+
+def test_what_a_head_cannot_do_is_refused() -> None:
+    with pytest.raises(BadRecipe, match="mtp needs no other model"):
+        Serve(speculate="mtp", draft="small")
+    with pytest.raises(BadRecipe, match="sends no hidden states for a draft head"):
+        Serve(speculate="mtp", role="prefill", prefill="127.0.0.1:1")
+    target = model("multi-query")
+    with pytest.raises(BadInput, match="no layer for multi-token prediction"):
+        make_engine(target, None, Serve(**SERVE, speculate="mtp"))
