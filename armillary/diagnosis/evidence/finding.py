@@ -74,6 +74,7 @@ class Lever:
     speedup: float  # predicted: time now over time then, or throughput then over now
     at_most: float | None = None  # largest possible gain where the measurement cannot tell; `speedup` is then the least
     of: str = "step_s"  # the gauge that `speedup` is about
+    devices: int = 1  # how many times the devices it takes
     risk: str = "none"  # what it costs or endangers: '+ 0.6 GB', 'outputs differ in the last bits' …
     basis: str = ""  # how it was priced: 'planner', 'Amdahl over the step budget' …
 

@@ -316,7 +316,7 @@ GROWING_QUEUE_SHARE = Threshold(
     "2026-11-16",
 )
 QUEUE_OWNER_SHARE = Threshold(
-    0.5, "share of the gain of more servers that a lever must reach to own the queue", PLANTED + ": too-much-traffic"
+    0.5, "share of the gain of one more server that a lever must reach to own the queue", PLANTED + ": too-much-traffic"
 )
 GRAPH_HOST_S = Threshold(5e-4, "host seconds per step with CUDA graphs where not measured", "an H200's host: 0.5 ms")
 GRAPH_REPLAY_S = Threshold(

@@ -68,18 +68,19 @@ def is_overloaded(service: ServingRun) -> bool:
 
 
 def assign_queue(findings: list[Finding]) -> list[Finding]:
-    """Findings with corrected shares: a cause whose lever leaves most of the queue that more servers would clear does
-    not own the queue; what is left are too few servers."""
+    """Findings with corrected shares: a cause whose lever gains much less than one more server would does not own the
+    queue; what is left are too few servers. A lever that takes no device is not held against what several buy."""
     crowd = next((finding for finding in findings if finding.cause == "too_few_replicas" and finding.levers), None)
     if crowd is None:
         return findings
     best = crowd.levers[0]
+    each = (best.speedup - 1) / max(1, best.devices - 1)
     gains = {
         finding.rule: max((lever.speedup for lever in finding.levers if lever.of == best.of), default=0.0)
         for finding in findings
         if finding is not crowd
     }
-    weak = {rule: gain for rule, gain in gains.items() if gain and gain - 1 < QUEUE_OWNER_SHARE * (best.speedup - 1)}
+    weak = {rule: gain for rule, gain in gains.items() if gain and gain - 1 < QUEUE_OWNER_SHARE * each}
     if not weak:
         return findings
     shares = {rule: max(0.0, 1 - 1 / gain) for rule, gain in weak.items()}
@@ -171,6 +172,7 @@ def _more_replicas(finding: Finding, replay: Replay, home: Home) -> list[Lever]:
             lever,
             change={},
             action=f"start {enough} servers and deal requests out to them in turn",
+            devices=enough,
             risk=f"{enough} × the devices",
         )
         for lever in levers
