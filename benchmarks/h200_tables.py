@@ -1,15 +1,16 @@
 """Sixteen configurations of one H200, drawn by a seed and predicted before they run: eight trainings, eight servers.
 
-    python -m benchmarks.h200_tables draw --seed N     draws and predicts; writes h200_tables.json, to be committed
+    python -m benchmarks.h200_tables draw --seed N     draws and predicts; writes --drawn FILE, to be committed
     python -m benchmarks.h200_tables train             on the GPU: trains the eight
     python -m benchmarks.h200_tables serve             on the GPU: serves the eight
     python -m benchmarks.h200_tables table             predicted beside measured; exits with 1 above 8 and 15 %
 
-Predictions rest on the catalogue alone: nothing of the GPU is measured before. A training is judged by its median step,
-a server at a rate by its median time between tokens, and one that gets everything at once by its tokens per second.
-Measurements go into h200_tables.measured.json (--to FILE), which names the commit of the predictions. The file is
-written after every configuration, none begins after --seconds (default 420), and a second call measures what is
-missing: a machine that is lent for ten minutes loses nothing.
+--drawn names the drawing, by default h200_tables.json; h200_tables_second.json is one of a later planner. Predictions
+rest on the catalogue and on the ceilings recorded in it: nothing of this GPU is measured before. A training is judged
+by its median step, a server at a rate by its median time between tokens, and one that gets everything at once by its
+tokens per second. Measurements go into the drawing's .measured.json (--to FILE), which names the commit of the
+predictions. The file is written after every configuration, none begins after --seconds (default 420), and a second call
+measures what is missing: a machine that is lent for ten minutes loses nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.home import Home
 
 DRAWN = Path(__file__).with_name("h200_tables.json")
-MEASURED = Path(__file__).with_name("h200_tables.measured.json")
 KINDS = {
     "full": ("smollm2-360m", "qwen2.5-0.5b", "tinyllama-1.1b", "llama-3.2-1b", "qwen3-1.7b", "llama-3.2-3b"),
     "fp8": ("tinyllama-1.1b", "llama-3.2-1b", "smollm2-1.7b", "llama-3.2-3b"),
@@ -167,15 +167,15 @@ def serving_tables(name: str, shape: tuple[int, int], rows: int, rate: float) ->
 # --- measuring, on the GPU
 
 
-def measure(which: str, drawn: Mapping[str, Any], known: dict[str, Any], target: Path, *, seconds: float) -> None:
+def measure(asked: argparse.Namespace, drawn: Mapping[str, Any], known: dict[str, Any]) -> None:
     """Every configuration of a table that is not known yet, each in a process of its own, which leaves no memory."""
-    begin = time.monotonic()
+    which, begin = asked.what, time.monotonic()
     for index, row in enumerate(drawn[which]):
-        if known.get(which, [{}] * len(drawn[which]))[index] or time.monotonic() - begin > seconds:
+        if known.get(which, [{}] * len(drawn[which]))[index] or time.monotonic() - begin > asked.seconds:
             continue
         at, command = time.monotonic(), [sys.executable, "-m", "benchmarks.h200_tables", which, "--only", str(index)]
-        subprocess.run([*command, "--to", str(target)], check=True)
-        known = json.loads(target.read_text())
+        subprocess.run([*command, "--drawn", str(asked.drawn), "--to", str(asked.to)], check=True)
+        known = json.loads(asked.to.read_text())
         name, took = row["tables"]["model"]["name"], time.monotonic() - at
         print(row["kind"], name, row["predicted"], known[which][index], f"{took:.0f} s", flush=True)
     left, count = sum(not each for each in known.get(which, [{}] * len(drawn[which]))), len(drawn[which])
@@ -283,22 +283,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.h200_tables", description=__doc__.split("\n")[0])
     parser.add_argument("what", choices=("draw", "train", "serve", "table"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--to", type=Path, default=MEASURED, help="where measurements are written")
+    parser.add_argument("--drawn", type=Path, default=DRAWN, help="the drawing, with its predictions")
+    parser.add_argument("--to", type=Path, help="where measurements are written; default: DRAWN.measured.json")
     parser.add_argument("--only", type=int, metavar="N", help="measure configuration N in this process")
     parser.add_argument("--seconds", type=float, default=420, help="no configuration begins after so many")
     asked = parser.parse_args()
     if asked.what == "draw":
-        DRAWN.write_text(json.dumps(draw(asked.seed), indent=1) + "\n")
+        if asked.drawn.exists():
+            parser.error(f"{asked.drawn} holds predictions already; name another file with --drawn")
+        asked.drawn.write_text(json.dumps(draw(asked.seed), indent=1) + "\n")
         return 0
-    drawn = json.loads(DRAWN.read_text())
+    drawn = json.loads(asked.drawn.read_text())
+    asked.to = asked.to or asked.drawn.with_suffix(".measured.json")
     known = json.loads(asked.to.read_text()) if asked.to.is_file() else {}
     if asked.what == "table":
         return table(drawn, known)
-    known["predictions"] = commit_of(DRAWN)
+    known["predictions"] = commit_of(asked.drawn)
     if asked.only is not None:
         measure_one(asked.what, drawn, known, asked.to, asked.only)
     else:
-        measure(asked.what, drawn, known, asked.to, seconds=asked.seconds)
+        measure(asked, drawn, known)
     return 0
 
 

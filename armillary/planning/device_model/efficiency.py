@@ -7,7 +7,6 @@ The curves of a chip generation are in efficiency.toml; measured ceilings of thi
 from __future__ import annotations
 
 import tomllib
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from armillary.errors import BadInput
+from armillary.planning.device_model.attention_curve import AttentionCurve, measured_attention
 from armillary.planning.device_model.vectorised_layouts import PRECISIONS, Array, Ints
 from armillary.spec.hardware import Chip
 
@@ -55,25 +55,6 @@ FORMATS: Mapping[str, tuple[str, float]] = {
 _STAND_INS = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "bf16", "tf32": "fp32", "fp32": "tf32"}
 
 
-Points = tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionCurve:
-    """Measured rate of one pass of attention, forward or backward: short sequences and small heads reach a fraction of
-    what long ones do, which differs by kernel. Where several lengths were measured, as on CPUs, it replaces the
-    formula."""
-
-    lengths: Points
-    """(keys, FLOP/s) at the most frequent head dim, shortest first"""
-    dims: Points
-    """(head dim, FLOP/s over that of the most frequent head dim), smallest first"""
-
-    def flops(self, keys: Array, head_dim: float) -> Array:
-        """FLOP/s by log-log interpolation; constant beyond the first and last point."""
-        return _between(self.lengths, keys) * _between(self.dims, np.asarray(head_dim))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Curves:
     """Rates that one chip reaches."""
@@ -110,6 +91,8 @@ class Curves:
     call_s: float = TORCH_CALL_S
     head_dim: float = HEAD_DIM
     """head dim at which attention loses half its speed"""
+    grouped: float = 1.0
+    """rate of a grouped GEMM of routed rows over a plain one of the same work, where it was measured"""
     gemm_overlap: float | None = None
     """exponent p of the soft roofline (computeᵖ + readsᵖ)^(1/p) of a GEMM with few rows, where it was measured"""
 
@@ -132,6 +115,7 @@ class Curves:
         power-limited rate, which a GEMM with idle units comes nearer to, since the clock rises meanwhile."""
         achieved, power_limited, speed = (rates[precision] for rates in self._rates)
         waves = np.maximum(groups * m * n / (TILE * self.num_sms), 1e-9)
+        achieved = achieved * np.where(np.asarray(groups) > 1, self.grouped, 1.0)
         shaped = achieved * k / (k + self.gemm_k * speed) * waves / (waves + self.gemm_waves)
         return np.minimum(shaped, power_limited)
 
@@ -232,6 +216,7 @@ def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves
         if sustained:
             power_limited[name] = sustained * share
     copied = (measured.best_copy() or 0.0) * share or curves.bytes_per_s
+    grouped = measured.best("grouped", "flops", dtype="bf16")
     launches = [float(point["seconds"]) for point in measured.points.get("launch", ()) if not point.get("graph")]
     return replace(
         curves,
@@ -248,6 +233,7 @@ def with_measured(curves: Curves, measured: Peaks, share: float = 1.0) -> Curves
         bytes_per_s=copied,
         eager_bytes_per_s={dtype: _eager_rate(measured, dtypes, share, copied) for dtype, dtypes in ATTENTION.items()},
         row_bytes_per_s={dtype: _row_rate(measured, dtypes, share, copied) for dtype, dtypes in ATTENTION.items()},
+        grouped=min(1.0, grouped * share / achieved["bf16"]) if grouped else curves.grouped,
         launch_s=min(launches, default=curves.launch_s),
         call_s=_call_s(measured, launches),
     )
@@ -274,29 +260,6 @@ def _row_rate(measured: Peaks, dtypes: tuple[str, ...], share: float, copied: fl
         if point["m"] == 1 and point["dtype"] in dtypes
     ]
     return min(max(rates) * share, copied) if rates else copied
-
-
-def measured_attention(
-    measured: Peaks, share: float, dtypes: tuple[str, ...], *, backward: bool
-) -> AttentionCurve | None:
-    """The curve in the `dtypes`; None where fewer than two lengths were measured at every head dim."""
-    best: dict[tuple[float, float], float] = {}
-    for point in measured.points.get("attention", ()):
-        if bool(point["backward"]) == backward and point["dtype"] in dtypes:
-            where = float(point["keys"]), float(point["head_dim"])
-            best[where] = max(best.get(where, 0.0), float(point["flops"]) * share)
-    usual = Counter(dim for _, dim in best).most_common(1)[0][0] if best else 0.0
-    lengths = tuple(sorted((keys, rate) for (keys, dim), rate in best.items() if dim == usual))
-    if len(lengths) < 2:
-        return None
-    at = dict(lengths)
-    dims = tuple(sorted((dim, rate / at[keys]) for (keys, dim), rate in best.items() if keys == lengths[0][0]))
-    return AttentionCurve(lengths=lengths, dims=dims)
-
-
-def _between(points: Points, where: Array) -> Array:
-    x, y = np.log(np.array(points).T)
-    return np.exp(np.interp(np.log(where), x, y))
 
 
 def _attention(curves: Curves, measured: Peaks, share: float, *, backward: bool) -> dict[str, float]:

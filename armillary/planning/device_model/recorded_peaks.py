@@ -12,7 +12,7 @@ from armillary.spec.hardware import Chip
 if TYPE_CHECKING:  # the store's locks and sockets are slow to import, and most plans have nothing recorded
     from armillary.store.peaks import Peaks
 
-KINDS = ("gemm", "attention", "copy", "launch")
+KINDS = ("gemm", "grouped", "attention", "copy", "launch")
 
 
 def recorded_peaks(chip: Chip) -> Peaks | None:

@@ -10,7 +10,8 @@ import pytest
 
 from armillary.machine.device_name import device_name
 from armillary.machine.machine import here
-from armillary.planning.device_model.efficiency import AUTOGRAD_CALL, TORCH_CALL_S, measured_attention
+from armillary.planning.device_model.attention_curve import measured_attention
+from armillary.planning.device_model.efficiency import AUTOGRAD_CALL, TORCH_CALL_S
 from armillary.planning.device_model.frameworks import OURS, OURS_ON_CPU
 from armillary.planning.device_model.measured_peaks import cpu_peaks, peaks_per_rank
 from armillary.planning.device_model.vectorised_layouts import as_arrays

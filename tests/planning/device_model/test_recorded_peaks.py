@@ -3,9 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from armillary.planning.device_model.recorded_peaks import recorded_peaks
+from armillary.planning.device_model.vectorised_layouts import PRECISIONS
 from armillary.planning.node_ranking import rank_nodes
 from armillary.planning.training.resolve_recipe import TrainingProblem, resolve
 from armillary.planning.training.search import fastest
@@ -32,6 +34,14 @@ def test_an_unmeasured_h200_has_the_ceilings_of_another(tmp_path: Path) -> None:
     assert recorded.curves.source == "another NVIDIA H200, measured 2026-11-15"
     assert any("armillary bench ceilings measures yours" in note for note in problem.notes)
     assert 0.8 < fastest(recorded).time.total[0] / fastest(plain).time.total[0] < 0.95
+
+
+def test_a_grouped_gemm_has_the_recorded_rate_of_grouped_ones(tmp_path: Path) -> None:
+    curves = resolved("h200x1", Home.at(tmp_path)).case.curves
+    bf16, (m, n, k) = np.array([PRECISIONS.index("bf16")]), (np.array([float(size)]) for size in (8192, 8192, 2048))
+    assert curves.grouped == pytest.approx(659 / 833)
+    plain, grouped = (curves.gemm_flops(bf16, m, n, k, groups)[0] for groups in (1.0, 8.0))
+    assert 0.85 < grouped / plain < 0.95  # the power limit holds back the plain one
 
 
 def test_what_was_measured_here_comes_first(tmp_path: Path) -> None:
