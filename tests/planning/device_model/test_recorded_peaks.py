@@ -13,7 +13,7 @@ from armillary.planning.training.resolve_recipe import TrainingProblem, resolve
 from armillary.planning.training.search import fastest
 from armillary.spec import catalogue
 from armillary.spec.recipe import recipe_from_dict
-from armillary.spec.tables.serve import Cost
+from armillary.spec.tables.traffic import Cost
 from armillary.store.home import Home
 from armillary.store.peaks import new_peaks, save_peaks
 
