@@ -198,12 +198,29 @@ def _ints(values: Sequence[int]) -> Ints:
 
 
 def distinct(column: Ints) -> tuple[Ints, Ints]:
-    """(position of the first of each value, sorted by value; the value's index for each element). np.unique would
-    import masked arrays."""
+    """(position of the first of each value, sorted by value; the value's index for each element). Values close together
+    are counted rather than sorted; np.unique would import masked arrays."""
+    low = int(column.min()) if len(column) else 0
+    span = int(column.max()) - low + 1 if len(column) else 0
+    if span > SPREAD * len(column):
+        return _sorted_apart(column)
+    places, position = column - low, np.full(span, -1, dtype=np.int64)
+    position[places[::-1]] = np.arange(len(column) - 1, -1, -1)  # of equal indices the last one assigned stays
+    present = position >= 0
+    number = np.cumsum(present) - 1
+    first: Ints = position[present]
+    back: Ints = number[places]
+    return first, back
 
+
+SPREAD = 4
+"""values per element up to which counting them is quicker than sorting"""
+
+
+def _sorted_apart(column: Ints) -> tuple[Ints, Ints]:
     order = np.argsort(column, kind="stable")
     ordered = column[order]
-    new = np.concatenate([[True], ordered[1:] != ordered[:-1]]) if len(column) else np.zeros(0, dtype=np.bool_)
+    new = np.concatenate([[True], ordered[1:] != ordered[:-1]])
     back: Ints = np.empty(len(column), dtype=np.int64)
     back[order] = np.cumsum(new) - 1
     first: Ints = order[new]

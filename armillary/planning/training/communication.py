@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from armillary.planning.device_model.vectorised_layouts import Array, Ints, Layouts
-from armillary.planning.training.compute import Work
 from armillary.planning.training.fp8_fp4 import NARROW
+from armillary.planning.training.op_times import Work
 from armillary.planning.training.stages import DeviceParameters
 from armillary.planning.training.train_case import TrainCase
 
@@ -145,7 +145,7 @@ def _exposed(seconds: Array, share: Array, window: Array) -> Array:
 
 def _scatter_s(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> Array:
     """Seconds to reduce all gradients; of the adapters alone with LoRA."""
-    total = _grad_s(case, layouts, params, "dense") + _grad_s(case, layouts, params, "experts")
+    total = sum(_grad_s(case, layouts, params, which) for which in _classes(case))
     return total * _trained_share(case, layouts, params)
 
 
@@ -162,7 +162,7 @@ def _gather_s(case: TrainCase, layouts: Layouts, params: DeviceParameters) -> Ar
     sizes = np.where(narrow, 1.0, 2.0)
     gather = case.network.flat_s if case.software.flat_gathers else case.network.gather_s
     total = np.zeros(len(layouts))
-    for which in ("dense", "experts"):
+    for which in _classes(case):
         members, stride, count = _replicas(layouts, params, which)
         total = total + gather(count * sizes, _shard_counts(layouts, members), stride)
     return total * case.software.communication * np.where(layouts.zero < 3, _trained_share(case, layouts, params), 1.0)
@@ -188,6 +188,11 @@ def _grad_s(case: TrainCase, layouts: Layouts, params: DeviceParameters, which: 
         scatter,
     )
     return np.where(layouts.zero == 0, reduce, scattered) * case.software.communication
+
+
+def _classes(case: TrainCase) -> tuple[str, ...]:
+    """Weights that have collectives of their own."""
+    return ("dense", "experts") if case.model.num_moe_layers else ("dense",)
 
 
 def _replicas(layouts: Layouts, params: DeviceParameters, which: str) -> tuple[Ints, Ints, Array]:

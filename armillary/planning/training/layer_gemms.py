@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from armillary.planning.device_model.efficiency import WIDE
-from armillary.planning.training.compute import gemm_s
 from armillary.planning.training.fp8_fp4 import SIZES, precision_of
 from armillary.planning.training.layout_prediction import Prediction
 from armillary.planning.training.op_sharding import local_gemm
+from armillary.planning.training.op_times import gemm_s
 from armillary.spec.arithmetic.workload import layer_operations, make_batch
 
 

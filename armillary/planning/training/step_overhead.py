@@ -3,9 +3,9 @@
 import numpy as np
 
 from armillary.planning.device_model.vectorised_layouts import FULL, Array, Layouts
-from armillary.planning.training.compute import Work
 from armillary.planning.training.fp8_fp4 import weights_s
 from armillary.planning.training.offload import optimizer_offloaded
+from armillary.planning.training.op_times import Work
 from armillary.planning.training.optimizer_states import updated_parameters
 from armillary.planning.training.stages import DeviceParameters
 from armillary.planning.training.train_case import TrainCase

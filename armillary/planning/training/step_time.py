@@ -26,7 +26,8 @@ from armillary.planning.device_model.vectorised_layouts import (
 from armillary.planning.training import communication, offload
 from armillary.planning.training import step_overhead as overhead
 from armillary.planning.training.communication import CONTENTION, CommCost, LayerComm
-from armillary.planning.training.compute import Work, ends_work, layer_work
+from armillary.planning.training.compute import ends_work, layer_work
+from armillary.planning.training.op_times import Work
 from armillary.planning.training.stages import DeviceParameters, Stages, device_parameters, split
 from armillary.planning.training.train_case import TrainCase
 

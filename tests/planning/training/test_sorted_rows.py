@@ -9,7 +9,7 @@ import pytest
 from armillary.planning.device_model.frameworks import PHYSICS, software
 from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.activations import IMBALANCE
-from armillary.planning.training.compute import UNFUSED_EXPERTS
+from armillary.planning.training.op_times import UNFUSED_EXPERTS
 from armillary.planning.training.step_time import step_time
 from armillary.spec.layout import Layout
 from tests.planning.cases import case_of
