@@ -92,6 +92,8 @@ class KVCache:
 
     def longest(self, tokens: int) -> int:
         """Length of the longest sequence, `tokens` at most, that fits an empty cache."""
+        if self.blocks_at(tokens) <= self.num_blocks:
+            return tokens
         return bisect_right(range(tokens + 1), self.num_blocks, key=self.blocks_at) - 1
 
     def chain(self, tokens: list[int], salt: str = "", adapter: str = "") -> Chain:
@@ -122,7 +124,7 @@ class KVCache:
         wanted = num_new * len(tables) + len(shared)
         if wanted > pool.num_free and not self._make_free(wanted):
             return False
-        if first < have:
+        if shared or (self.prefix and first < have):
             self._own(seq, first, shared)
         if num_new:
             for g, table in enumerate(tables):

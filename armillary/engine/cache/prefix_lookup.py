@@ -15,7 +15,7 @@ from armillary.engine.request.sequence import Sequence
 def search(cache: KVCache, seq: Sequence, budget: int, totals: Totals) -> int:
     """Look up the next blocks of a prompt; returns the number of lookups. `seq.matching` stays set where the budget
     ended the search. Blocks found after a preemption are not counted as hits."""
-    if not seq.matching and seq.computed >= seq.num_prompt:
+    if not cache.prefix or (not seq.matching and seq.computed >= seq.num_prompt):
         return 0
     first, before = seq.matching, seq.cached_tokens if seq.matching else seq.computed
     lookups = match(cache, seq, budget) if first else rematch(cache, seq, budget)

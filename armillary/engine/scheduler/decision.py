@@ -116,10 +116,13 @@ class Decision:
     def num_prefill_tokens(self) -> int:
         return sum([chunk.size for chunk in self.chunks])
 
-    @property
-    def num_prefill_pairs(self) -> float:
-        """(query, key) pairs of the prefill chunks."""
-        return sum([chunk.size * (chunk.start + (chunk.size + 1) / 2) for chunk in self.chunks])
+    def prefill_work(self) -> tuple[int, float, int]:
+        """Tokens of the prefill chunks, their (query, key) pairs, and tokens before them."""
+        tokens, attention_pairs, past = 0, 0.0, 0
+        for _, _, start, size, _ in self.chunks:
+            tokens, past = tokens + size, past + start
+            attention_pairs += size * (start + (size + 1) / 2)
+        return tokens, attention_pairs, past
 
     @property
     def num_tokens(self) -> int:
@@ -132,10 +135,8 @@ class Decision:
         drawn = len([seq for seq in self.sampling if seq.request.params.temperature])
         if not chunks:
             return StepWork(0, decodes, keys, 0.0, 0, 0, drawn)
-        tokens, scores, past = 0, 0.0, 0
-        for _, _, start, size, _ in chunks:
-            tokens, scores, past = tokens + size, scores + size * (start + (size + 1) / 2), past + start
-        return StepWork(tokens, decodes, keys, scores, len(chunks), past, drawn)
+        tokens, attention_pairs, past = self.prefill_work()
+        return StepWork(tokens, decodes, keys, attention_pairs, len(chunks), past, drawn)
 
     def text(self) -> str:
         """One line for logs."""

@@ -22,7 +22,7 @@ def steady_steps(scheduler: Scheduler, most: int) -> int:
     where something else may happen."""
     table = scheduler.request_table
     running = table.running
-    if not running or len(table.waiting) or scheduler.unsettled or len(running) > scheduler.limit.tokens:
+    if not running or scheduler.unsettled or len(table.waiting) or len(running) > scheduler.limit.tokens:
         return 0
     if scheduler.under_way and not _is_plain(scheduler.under_way[0], len(running)):
         return 0

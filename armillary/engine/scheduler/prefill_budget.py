@@ -39,11 +39,14 @@ def chunk_size(
         count = min(count, int(2 * budget / (linear + sqrt(linear * linear + 2 * budget / attention_tokens))))
     if count >= left:
         return left
-    ends = (count - (past + count) % unit for unit in (tile, block_tokens) if unit % block_tokens == 0)
-    return max(1, next((end for end in ends if end > 0), count))
+    for unit in (tile, block_tokens):
+        beyond = (past + count) % unit
+        if not unit % block_tokens and count > beyond:
+            return count - beyond
+    return max(1, count)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Budget:
     """What a step may still prefill."""
 

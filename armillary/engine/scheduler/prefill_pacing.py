@@ -82,21 +82,25 @@ class PrefillController:
 
     def _expected(self, rows: int, count: int, past: int) -> float | None:
         """Seconds of a step with such a chunk, as measured; None where it was not, or long ago."""
-        seen = [x for x in self._sizes.get((_size(rows), rows + count), ()) if x[2] > self._steps - _LATE]
-        if not seen or self._fit is None:
+        same_size = self._sizes.get((_size(rows), rows + count))
+        if same_size is None or self._fit is None:
             return None
-        pair_s, attention_pairs = max(0.0, self._fit[2]) / _UNITS[2], count * (past + (count + 1) / 2)
-        return min(seconds + pair_s * (attention_pairs - then) for seconds, then, _ in seen)
+        oldest, pair_s = self._steps - _LATE, max(0.0, self._fit[2]) / _UNITS[2]
+        attention_pairs = count * (past + (count + 1) / 2)
+        return min(
+            [seconds + pair_s * (attention_pairs - then) for seconds, then, step in same_size if step > oldest],
+            default=None,
+        )
 
     def took(self, decision: Decision, begun: float, now: float) -> None:
         """A step that was decided at `begun` has ended."""
         seconds, self._last_s = now - max(begun, self._last_s), now
-        rows, tokens = decision.num_decodes, decision.num_prefill_tokens
-        admitted = decision.admitted
+        rows, admitted = decision.num_decodes, decision.admitted
         if not rows or seconds <= 0.0 or (admitted and any(seq.length > _LONG for seq in admitted)):
             return
-        if not tokens:
+        if not decision.chunks:
             return self._decoded(rows, (seconds,))
+        tokens, attention_pairs, _ = decision.prefill_work()
         self._mixed += 1
         self._steps += 1
         self.most = max(_FIRST, int(_GROWTH * tokens), tokens + self._tile)
@@ -106,7 +110,6 @@ class PrefillController:
         self._held_up = self._held_up + 1 if seconds > _HELD_UP * self.slowdown * alone else 0
         if 0 < self._held_up <= _IN_A_ROW:
             return
-        attention_pairs = decision.num_prefill_pairs
         self._learn(tokens / _UNITS[1], attention_pairs / _UNITS[2], seconds - alone)
         if len(decision.chunks) == 1:
             same_size = self._sizes.setdefault((_size(rows), rows + tokens), deque(maxlen=_LAST))

@@ -66,6 +66,8 @@ class Deadlines:
 
     def expired(self, now: float) -> list[Sequence]:
         """Sequences past their deadline, each once."""
+        if not self._heap:
+            return []
         expired: dict[tuple[int, int], Sequence] = {}
         while (at := self.next()) is not None and at <= now:
             _, key, _ = heappop(self._heap)

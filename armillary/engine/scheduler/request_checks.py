@@ -57,10 +57,11 @@ def _check_prompt(request: Request, settings: Settings) -> None:
     prompt = request.prompt
     if not len(prompt):
         raise BadInput("the prompt is empty; give at least one token")
-    if set(map(type, prompt)) != {int}:
+    if list(map(type, prompt)).count(int) != len(prompt):
         wrong = next(token for token in prompt if type(token) is not int)
         raise BadInput(f"the prompt has {wrong!r} among its token ids; give whole numbers")
-    if min(prompt) < 0 or max(prompt) >= settings.vocab:
+    distinct = set(prompt)
+    if min(distinct) < 0 or max(distinct) >= settings.vocab:
         wrong = next(token for token in prompt if not 0 <= token < settings.vocab)
         raise BadInput(f"the prompt has token {wrong} outside the vocabulary of {settings.vocab:,}; use its tokenizer")
 

@@ -141,7 +141,8 @@ class Scheduler:
     def _finish_last_step(self, decision: Decision, now: float) -> None:
         """After the last step: register computed blocks, wake forks, free blocks, expire deadlines."""
         self._lookups, self._stalled = self.settings.lookups, False
-        self.cache.free_some(self.settings.lookups)
+        if self.cache.freeing:
+            self.cache.free_some(self.settings.lookups)
         for seq in self._fresh:
             if seq.state is _RUNNING:
                 self.cache.register_blocks(seq)
@@ -262,8 +263,9 @@ class Scheduler:
 
     def _close(self, decision: Decision) -> None:
         if not decision.empty:  # else the executor learns of it with the next step
-            decision.admitted = [seq for seq in dict.fromkeys(self._admitted) if seq.state is _RUNNING]
-            self._admitted.clear()
+            if self._admitted:
+                decision.admitted = [seq for seq in dict.fromkeys(self._admitted) if seq.state is _RUNNING]
+                self._admitted.clear()
             decision.table_updates, self.cache.table_updates = self.cache.table_updates, []
             self._copies, self.cache.copies = self.cache.copies, []
             decision.copies = self._copies

@@ -67,6 +67,7 @@ class Loop:
         self.taken: list[int] = []  # numbers of the steps whose tokens the last step took
         self.times = StepTimes(scheduler.settings.attention_tokens)
         self._launched: list[tuple[Decision, Any]] = []
+        self._defers = hasattr(executor, "draw")
 
     def step(self) -> tuple[Decision, Outcome]:
         """Schedule and launch a step, then take the tokens of the one before (without overlap: of the same step). A
@@ -74,15 +75,14 @@ class Loop:
         self.wait_s, self.taken = 0.0, []
         speculation = self.scheduler.speculation
         ahead = self.overlap and (speculation is None or not speculation.active)
-        outcome = Outcome([], [], [])
-        if self._launched and not ahead:
-            outcome = self._collect(0)
+        before = self._collect(0) if self._launched and not ahead else None
         decision = self._begin()
         while decision is None:
             decision = self._begin()
-        if not ahead or decision.empty or len(self._launched) > 1:
-            outcome = joined(outcome, self._collect(1 if ahead and not decision.empty else 0))
-        if self._launched and _is_unsampled(self._launched[-1][1]):
+        outcome = self._collect(1 if ahead and not decision.empty else 0)
+        if before is not None:
+            outcome = joined(before, outcome)
+        if self._defers and self._launched and _is_unsampled(self._launched[-1][1]):
             self._draw(decision)
         return decision, outcome
 
@@ -94,7 +94,7 @@ class Loop:
         self.schedule_s = decided - begin
         try:
             launched = None if decision.empty else self.executor.launch(decision)
-            if _is_unsampled(launched) and not (self.overlap and self._launched):
+            if self._defers and _is_unsampled(launched) and not (self.overlap and self._launched):
                 cast(DeferredExecutor, self.executor).draw(launched)
         except StepTooLarge as error:
             self.scheduler.retreat(decision, begin, str(error))
@@ -118,7 +118,7 @@ class Loop:
 
     def _collect(self, num_in_flight: int) -> Outcome:
         """Take the tokens of launched steps but for the last `num_in_flight`."""
-        collected = Outcome([], [], [])
+        collected = None
         while len(self._launched) > num_in_flight:
             decision, launched = self._launched.pop(0)
             begin = self.clock()
@@ -127,5 +127,6 @@ class Loop:
             self.wait_s += now - begin
             self.taken.append(decision.number)
             self.times.took(decision, now - decision.decided_at)
-            collected = joined(collected, self.scheduler.update(decision, tokens, now))
-        return collected
+            outcome = self.scheduler.update(decision, tokens, now)
+            collected = outcome if collected is None else joined(collected, outcome)
+        return Outcome([], [], []) if collected is None else collected

@@ -102,8 +102,9 @@ class SimulatedReplica:
         requests."""
         over: list[Served] = []
         while self.wake < until:
-            over += self._over
-            self._over = []
+            if self._over:
+                over += self._over
+                self._over = []
             if self._steps:
                 self._skip()
             self._plan()
@@ -171,7 +172,8 @@ class SimulatedReplica:
             self._nap()
         self.num_steps += not decision.empty
         self.busy_s += device.now - before
-        self._over = [self._served(seq) for seq in (*outcome.finished, *decision.ended)]
+        if outcome.finished or decision.ended:
+            self._over = [self._served(seq) for seq in (*outcome.finished, *decision.ended)]
         self.wake = device.now
 
     def _note_gaps(self, sampled: int, first: list[Sequence], gap_s: float) -> None:
