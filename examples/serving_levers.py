@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -114,7 +114,7 @@ def tokens_per_step(llm: LLM) -> float | None:
 
 
 def levers(models: Models) -> list[Lever]:
-    mean = statistics.mean(LENGTHS)
+    mean, drafts = statistics.mean(LENGTHS), f", {count_text(models.draft_parameters)} drafts"
     return [
         Lever(
             name="continuous batching",
@@ -146,58 +146,23 @@ def levers(models: Models) -> list[Lever]:
             advertised=SGLANG,
             at_most=lambda llm: (PREFIX + OWN) / OWN,
         ),
-        Lever(
-            name="int8 weights",
-            work="one request at a time",
-            unit="tokens/s",
-            rate=alone,
-            after={"weights": "int8"},
-            advertised=GPT_FAST,
-            at_most=lambda llm: models.int8_ratio,
-        ),
-        Lever(
-            name="int8 weights",
-            work=f"{TOGETHER} requests together",
-            unit="tokens/s",
-            rate=together,
-            after={"weights": "int8"},
-            advertised=GPT_FAST,
-            at_most=lambda llm: models.int8_ratio,
-        ),
-        Lever(
-            name=BF16,
-            work="one request at a time",
-            unit="tokens/s",
-            rate=alone,
-            after={"dtype": "bf16"},
-            advertised="–",
-            at_most=lambda llm: 2.0,
-        ),
-        Lever(
-            name="prompt lookup",
-            work="one request at a time",
-            unit="tokens/s",
-            rate=alone,
-            after={"speculate": "ngram"},
-            advertised=SAXENA,
-            at_most=tokens_per_step,
-        ),
-        Lever(
-            name="draft model",
-            work=f"one request at a time, {count_text(models.draft_parameters)} drafts",
-            unit="tokens/s",
-            rate=alone,
-            after={"draft": str(models.draft)},
-            advertised=LEVIATHAN,
-            at_most=tokens_per_step,
-        ),
-        Lever(
-            name="draft model",
-            work=f"{TOGETHER} requests together",
-            unit="tokens/s",
-            rate=together,
-            after={"draft": str(models.draft)},
-            advertised=LEVIATHAN,
-            at_most=tokens_per_step,
-        ),
+        *_alone_and_together("int8 weights", {"weights": "int8"}, GPT_FAST, lambda llm: models.int8_ratio),
+        _alone(BF16, {"dtype": "bf16"}, "–", lambda llm: 2.0),
+        _alone("prompt lookup", {"speculate": "ngram"}, SAXENA, tokens_per_step),
+        *_alone_and_together("draft model", {"draft": str(models.draft)}, LEVIATHAN, tokens_per_step, drafts),
     ]
+
+
+def _alone_and_together(
+    name: str, after: dict[str, Any], advertised: str, at_most: Callable[[LLM], float | None], note: str = ""
+) -> list[Lever]:
+    """A lever that acts on one request as on many."""
+    one = _alone(name, after, advertised, at_most, note)
+    return [one, replace(one, work=f"{TOGETHER} requests together", rate=together)]
+
+
+def _alone(
+    name: str, after: dict[str, Any], advertised: str, at_most: Callable[[LLM], float | None], note: str = ""
+) -> Lever:
+    work = f"one request at a time{note}"
+    return Lever(name=name, work=work, unit="tokens/s", rate=alone, after=after, advertised=advertised, at_most=at_most)

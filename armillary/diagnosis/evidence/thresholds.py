@@ -16,7 +16,7 @@ PAGES = "synthetic vLLM pages (tests/diagnosis/data/make_vllm_pages.py)"
 REAL_PAGES = "vLLM pages recorded on an RTX 4090 (tests/diagnosis/data/rtx4090)"
 
 
-class Threshold(float):
+class _Noted:
     """A number that knows its meaning, the day it was set and what it was set on."""
 
     meaning: str
@@ -24,22 +24,17 @@ class Threshold(float):
     set_on: str
 
     def __new__(cls, value: float, meaning: str = "", set_on: str = JUDGEMENT, date: str = "2026-11-15") -> Self:
-        threshold = super().__new__(cls, value)
-        threshold.meaning, threshold.set_on, threshold.date = meaning, set_on, date
-        return threshold
+        number = super().__new__(cls, value)  # type: ignore[call-arg]
+        number.meaning, number.set_on, number.date = meaning, set_on, date
+        return number
 
 
-class Count(int):
-    """The same for a whole number."""
+class Threshold(_Noted, float):
+    """A share, a factor or seconds."""
 
-    meaning: str
-    date: str
-    set_on: str
 
-    def __new__(cls, value: int, meaning: str = "", set_on: str = JUDGEMENT, date: str = "2026-11-15") -> Self:
-        count = super().__new__(cls, value)
-        count.meaning, count.set_on, count.date = meaning, set_on, date
-        return count
+class Count(_Noted, int):
+    """A whole number."""
 
 
 # --- the verdict
