@@ -1,6 +1,6 @@
 """Attention variants beside dense attention on a GPU, in one run: each by its own FLOPs, as a share of the dense rate.
 
-    python benchmarks/attention_variants_gpu.py [--limit SECONDS]
+    python benchmarks/attention_variants_gpu.py [--limit SECONDS] [--only NAME …]
 
 Dense is our own kernel and the library's (cuDNN) at 8k; variants are our own kernel only. Sinks with a window of 128
 are bound by memory, so their share is of the time that their bytes take. The last line on stdout is one line of JSON.
@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from armillary.kernels.attention import tiles
 from armillary.kernels.attention.attention import ATTENTION, AttentionCase
+from armillary.kernels.attention.tiles import AttentionTiles
 from armillary.kernels.core.agreement import check, expect
 from armillary.kernels.core.version_trial import input_sets, time_version
 
@@ -35,6 +37,19 @@ CASES: dict[str, tuple[str, AttentionCase]] = {
     "sinks, window 128": ("triton", replace(SHORT, batch=8, heads=64, head_dim=64, window=128, sinks=True)),
 }
 BOUND_BY_MEMORY = ("sinks, window 128",)
+OTHER_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "8k in 4 documents, a stage less": ("8k in 4 documents", {"DOCUMENTS_AHEAD": False}),
+    "4 documents, a stage less": ("4 documents", {"DOCUMENTS_AHEAD": False}),
+    "sinks, window 128, a head per block": ("sinks, window 128", {"PACKED_NARROW": None}),
+    **{
+        f"sinks, window 128, {m} × {n}, {warps} warps": (
+            "sinks, window 128",
+            {"PACKED_NARROW": AttentionTiles(m, n, warps, stages, 0, pack=8)},
+        )
+        for m, n, warps, stages in ((128, 32, 4, 4), (128, 32, 8, 3), (64, 32, 4, 4), (128, 64, 8, 3))
+    },
+}
+"""case -> what it is a variant of, and what of `tiles` is other than usual"""
 
 
 def bytes_per_s() -> float:
@@ -61,27 +76,43 @@ def agrees(version: str, case: AttentionCase) -> str:
     return "yes" if result.agreed else result.why_not
 
 
+def measured(name: str, copied: float) -> dict[str, Any]:
+    version, case = CASES[name]
+    chosen = ATTENTION.version(version)
+    assert chosen is not None
+    timed = time_version(chosen.load(), ATTENTION, input_sets(ATTENTION, case), budget_s=0.2, rest_s=0.1)
+    work = ATTENTION.work(case)
+    row = {
+        "forward": round(work.flops / timed.forward_s / 1e12),
+        "backward": round(work.backward_flops / (timed.backward_s or 1.0) / 1e12),
+        "agrees": agrees(version, case),
+    }
+    return row | ({"of_bytes": round(work.bytes / copied / timed.forward_s, 2)} if name in BOUND_BY_MEMORY else {})
+
+
+def set_tiles(changes: dict[str, Any]) -> None:
+    for name, value in changes.items():
+        setattr(tiles, name, value)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--limit", type=float, default=300.0)
-    end, copied, rows = time.monotonic() + parser.parse_args().limit, bytes_per_s(), dict[str, dict[str, Any]]()
-    for name, (version, case) in CASES.items():
+    parser.add_argument("--only", nargs="+", choices=[*CASES, *OTHER_WAYS], metavar="NAME")
+    given = parser.parse_args()
+    end, copied, rows = time.monotonic() + given.limit, bytes_per_s(), dict[str, dict[str, Any]]()
+    for name in given.only or (*CASES, *OTHER_WAYS):
         if time.monotonic() > end:
             break
-        chosen = ATTENTION.version(version)
-        assert chosen is not None
+        base, changes = OTHER_WAYS.get(name, (name, {}))
+        usual = {each: getattr(tiles, each) for each in changes}
         try:
-            timed = time_version(chosen.load(), ATTENTION, input_sets(ATTENTION, case), budget_s=0.2, rest_s=0.1)
-            work = ATTENTION.work(case)
-            rows[name] = {
-                "forward": round(work.flops / timed.forward_s / 1e12),
-                "backward": round(work.backward_flops / (timed.backward_s or 1.0) / 1e12),
-                "agrees": agrees(version, case),
-            }
-            if name in BOUND_BY_MEMORY:
-                rows[name]["of_bytes"] = round(work.bytes / copied / timed.forward_s, 2)
+            set_tiles(changes)
+            rows[name] = measured(base, copied)
         except Exception as error:  # the others are still worth knowing
             rows[name] = {"failed": f"{type(error).__name__} {str(error)[:160]}"}
+        finally:
+            set_tiles(usual)
         print(name, rows[name], flush=True)
     dense = rows.get("dense", {})
     for row in rows.values():

@@ -61,12 +61,15 @@ def grouped(rows: int, *, tma: bool, dtype: torch.dtype = BF16) -> None:
     launches._row_sums(dy, x, ends, 4, tma=tma)
 
 
-def attention(head_dim: int, dtype: torch.dtype = BF16, *, documents: bool = False) -> None:
+def attention(
+    head_dim: int, dtype: torch.dtype = BF16, *, heads: int = 4, documents: bool = False, window: int = 0
+) -> None:
+    """A window has sinks too, as gpt-oss has."""
     from armillary.kernels.attention import attention_triton as attention_own
 
-    q, k = (torch.zeros(1, 256, heads, head_dim, dtype=dtype) for heads in (4, 2))
-    packed = torch.zeros(1, 256, dtype=torch.int32) if documents else None
-    masks = (packed, None, None, None, 0.1, 0, 0.0, True)
+    q, k = (torch.zeros(1, 512, n, head_dim, dtype=dtype) for n in (heads, 2))
+    packed, sinks = torch.zeros(1, 512, dtype=torch.int32) if documents else None, torch.zeros(heads)
+    masks = (packed, None, sinks if window else None, None, 0.1, window, 0.0, True)
     out, lse = attention_own._attention(q, k, k, *masks)
     attention_own._attention_backward(out, out, lse, q, k, k, *masks)
 
@@ -308,6 +311,8 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"attention {dim}": lambda dim=dim: attention(dim) for dim in (64, 128, 256)},
     **{f"attention {dim}, fp32": lambda dim=dim: attention(dim, FP32) for dim in (64, 128, 256)},
     "attention 128, documents": lambda: attention(128, documents=True),
+    "attention 64, narrow window": lambda: attention(64, window=128),
+    "attention 64, narrow window, 8 heads share keys": lambda: attention(64, heads=16, window=128),
     **{
         f"small linear {m} × {n}": lambda m=m, n=n: small_linear(m, n) for m in (8, 32, 64) for n in (1024, 4096, 28672)
     },

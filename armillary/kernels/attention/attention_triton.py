@@ -81,7 +81,8 @@ def _attention(
     q, k, v = (unit_stride(x) for x in (q, k, v))
     sinks, slopes = dense(sinks), dense(slopes)
     (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
-    tiles = attention_tiles("forward", q, packed=documents is not None, window=window)
+    shareable = N // K if blocks is None and slopes is None else 1
+    tiles = attention_tiles("forward", q, packed=documents is not None, window=window, group=shareable)
     flags, mask, lists = mask_arguments(
         documents, blocks, window, softcap, causal, slopes, T, S, tiles.keys, ends=False
     )
@@ -89,7 +90,7 @@ def _attention(
     tma = can_copy(k, v)
     k_src, v_src = (described(x, tiles.keys) if tma else x for x in (k, v))
     with on(q):
-        forward_kernel[(ceil_div(T, tiles.queries), N, B)](
+        forward_kernel[(ceil_div(T, tiles.queries // tiles.pack), N // tiles.pack, B)](
             q,
             k_src,
             v_src,
@@ -120,6 +121,8 @@ def _attention(
             BLOCK_M=tiles.queries,
             BLOCK_N=tiles.keys,
             STAGES=tiles.stages,
+            EDGE_STAGES=tiles.edge_stages or tiles.stages,
+            PACK=tiles.pack,
             RAW=scale > 0 and not softcap and slopes is None,
             TMA=tma,
             num_warps=tiles.warps,

@@ -2,7 +2,7 @@
 
 A query block sees three ranges of key blocks: some at the far edge (window, start of its document) that need a mask,
 the many that are fully visible, and those on the diagonal; both edges are one loop. A block-sparse mask gives a list of
-key blocks instead.
+key blocks instead. Under a narrow window, heads that share keys are rows of one block.
 """
 
 import triton
@@ -263,20 +263,32 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    EDGE_STAGES: tl.constexpr,
+    PACK: tl.constexpr,
     RAW: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Queries of one block and head; late blocks, which see most keys, come first."""
+    """Queries of one block and head, or of PACK heads that share their keys, side by side; late blocks, which see most
+    keys, come first. EDGE_STAGES: of the loop over blocks that are masked."""
+    TOKENS: tl.constexpr = BLOCK_M // PACK
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, batch = tl.program_id(1), tl.program_id(2)
+    batch = tl.program_id(2)
     shift = S - T
-    query = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    kv_head = head // group
+    row = tl.arange(0, BLOCK_M)
+    head, query = tl.program_id(1), block * BLOCK_M + row
+    if PACK > 1:
+        head, query = tl.program_id(1) * PACK + row % PACK, block * TOKENS + row // PACK
+    kv_head = tl.program_id(1) * PACK // group
     k_src, v_src = k_ptr, v_ptr
     if not TMA:
         k_src += batch.to(tl.int64) * k_b + kv_head * k_n
         v_src += batch.to(tl.int64) * v_b + kv_head * v_n
-    q = rows(q_ptr + batch.to(tl.int64) * q_b + head * q_n, q_t, block * BLOCK_M, T, D, BLOCK_D, BLOCK_M, True)
+    d = tl.arange(0, BLOCK_D)
+    if PACK > 1:
+        at = q_ptr + batch.to(tl.int64) * q_b + (query.to(tl.int64) * q_t + head * q_n)[:, None] + d[None, :]
+        q = tl.load(at, mask=(query < T)[:, None] & (d[None, :] < D), other=0.0)
+    else:
+        q = rows(q_ptr + batch.to(tl.int64) * q_b + head * q_n, q_t, block * BLOCK_M, T, D, BLOCK_D, BLOCK_M, True)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -369,7 +381,7 @@ def forward_kernel(
             D,
             BLOCK_D,
             BLOCK_N,
-            STAGES,
+            EDGE_STAGES,
             RAW,
             TMA,
         )
@@ -386,7 +398,7 @@ def forward_kernel(
             CAUSAL,
             WINDOW,
             DOCS,
-            BLOCK_M,
+            TOKENS,
             BLOCK_N,
         )
         acc, total, top = _over_keys(
@@ -467,7 +479,7 @@ def forward_kernel(
             D,
             BLOCK_D,
             BLOCK_N,
-            STAGES,
+            EDGE_STAGES,
             RAW,
             TMA,
         )
@@ -483,6 +495,5 @@ def forward_kernel(
     acc = acc / tl.where(nothing, 1.0, total)[:, None]
     lse = tl.where(nothing, float("inf"), top + tl.log2(tl.where(nothing, 1.0, total)))
     tl.store(lse_ptr + (batch.to(tl.int64) * N + head) * T + query, lse, mask=query < T)
-    d = tl.arange(0, BLOCK_D)
     at = ((batch.to(tl.int64) * T + query) * N + head)[:, None] * D + d[None, :]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(query[:, None] < T) & (d[None, :] < D))

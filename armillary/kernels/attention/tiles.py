@@ -3,7 +3,7 @@
 Measured on an H200 at 8k tokens and head dim 128; the comparisons are in benchmarks/.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class AttentionTiles:
     stages: int  # loads in flight
     shared_kb: int  # most that it compiles to for 8.x and 12.x (tests/kernels/compile_for.py); 9.0 has enough for all
     sm_100_kb: int = 0  # the same for 10.x, where that is more than a block has
+    edge_stages: int = 0  # loads in flight where blocks are masked; 0: as elsewhere
+    pack: int = 1  # heads of a KV head that are rows of one block
 
 
 # (kernel, whether it is for fp32) -> largest head dim -> tiles, best first; the later ones are for less shared memory
@@ -71,15 +73,26 @@ _NARROW_TILES = {
 few loads nothing then covers, and half of what they compute is masked; not timed yet"""
 
 
-def attention_tiles(kernel: str, q: Tensor, *, packed: bool = False, window: int = 0) -> AttentionTiles:
-    """For the 'forward' kernel, or the backward kernels of keys ('key') or queries ('query')."""
+PACKED_NARROW: AttentionTiles | None = AttentionTiles(128, 32, 8, 4, 49, pack=8)
+"""forward, of heads that share keys under a narrow window: 16 tokens of 8 heads see 160 keys in five blocks, where 64
+tokens of one head see 192, so that half as much is read from L2 and a fifth less computed. None: one head per block.
+Not timed yet"""
+DOCUMENTS_AHEAD = True
+"""forward, with document numbers: as many stages as without where no number is loaded, one less at the edges; False:
+one less everywhere. Not timed yet"""
+
+
+def attention_tiles(kernel: str, q: Tensor, *, packed: bool = False, window: int = 0, group: int = 1) -> AttentionTiles:
+    """For the 'forward' kernel, or the backward kernels of keys ('key') or queries ('query'); `packed`: rows of several
+    documents; `group`: query heads that may share a block."""
     if 0 < window <= _NARROW and kernel in _NARROW_TILES and q.dtype != torch.float32 and q.shape[-1] <= 64:
-        return _NARROW_TILES[kernel]
+        shared = PACKED_NARROW if kernel == "forward" else None
+        return shared if shared is not None and group % shared.pack == 0 else _NARROW_TILES[kernel]
     table = _TILES[kernel, q.dtype == torch.float32]
     tiles = next(tiles for most, tiles in table.items() if q.shape[-1] <= most)
     # for head dim 128, three stages just let two programs share a multiprocessor; with document numbers only two do
     if packed and q.dtype != torch.float32 and 64 < q.shape[-1] <= 128:
-        tiles = tiles[1:]
+        tiles = (replace(tiles[0], edge_stages=tiles[0].stages - 1), *tiles[1:]) if DOCUMENTS_AHEAD else tiles[1:]
     chip = accelerator_of(q.device)
     blackwell = chip is not None and chip.capability[0] == 10
     return first_fitting(q.device, tiles, lambda each: ((blackwell and each.sm_100_kb) or each.shared_kb) << 10)

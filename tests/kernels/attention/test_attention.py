@@ -102,6 +102,11 @@ def test_any_shape(length: int, heads: tuple[int, int], dim: int, documents: str
         {"length": 40, "keys": 150, "window": 30},
         {"length": 300, "window": 150, "dtype": torch.float16},
         {"length": 300, "dtype": torch.float16, "documents": "runs"},
+        {"length": 90, "window": 20, "heads": 8, "dtype": torch.float16},
+        {"length": 150, "window": 40, "heads": 16, "kv_heads": 2, "dim": 24, "dtype": torch.bfloat16, "batch": 2},
+        {"length": 70, "keys": 90, "window": 33, "heads": 8, "documents": "", "dtype": torch.float16},
+        {"length": 90, "window": 50, "heads": 8, "documents": "scattered", "dtype": torch.float16},
+        {"length": 50, "keys": 70, "window": 9, "heads": 8, "causal": False, "dtype": torch.float16},
         {"length": 0},
     ],
     ids=lambda more: " ".join(map(str, more)),
@@ -142,6 +147,22 @@ def test_sinks_take_part_and_learn() -> None:
         found.append((out.detach(), *torch.autograd.grad(out.square().sum(), leaves)))
     for mine, plain in zip(*found, strict=True):
         assert relative_error(mine, plain) < 1e-5
+
+
+@needs_interpreter
+@pytest.mark.parametrize("length", [1, 35, 90])
+def test_heads_that_share_keys_under_a_narrow_window_are_rows_of_one_block(length: int) -> None:
+    """Each with its own sink; as one head per block, and as the definition."""
+    from armillary.kernels.attention import tiles
+    from armillary.kernels.attention.attention_triton import attention
+
+    q, k, v, *_ = random(length, heads=16, kv_heads=2, dtype=torch.float16)
+    options = AttentionOptions(sinks_N=torch.arange(16.0) / 4 - 2, window=17)
+    exact = reference(*(x.double() for x in (q, k, v)), options)
+    together = attention(q, k, v, options)
+    with patch.object(tiles, "PACKED_NARROW", None):
+        apart = attention(q, k, v, options)
+    assert relative_error(together, exact) < 2e-3 and relative_error(apart, exact) < 2e-3
 
 
 @needs_interpreter
