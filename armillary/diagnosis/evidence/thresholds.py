@@ -313,6 +313,9 @@ GROWING_QUEUE_SHARE = Threshold(
 QUEUE_OWNER_SHARE = Threshold(
     0.5, "share of the gain of one more server that a lever must reach to own the queue", PLANTED + ": too-much-traffic"
 )
+AFTER_OWNER_SHARE = Threshold(
+    0.95, "share of the queue that is left to more servers where another cause owns it: they come next"
+)
 GRAPH_HOST_S = Threshold(5e-4, "host seconds per step with CUDA graphs where not measured", "an H200's host: 0.5 ms")
 GRAPH_REPLAY_S = Threshold(
     2e-4, "host seconds to encode a step and replay its graph", "an H200's host: 0.7 ms with 64 rows less scheduling"

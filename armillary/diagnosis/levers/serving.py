@@ -14,6 +14,7 @@ from typing import Any
 from armillary.diagnosis.evidence.finding import Finding, Lever
 from armillary.diagnosis.evidence.serving_run import ServingRun
 from armillary.diagnosis.evidence.thresholds import (
+    AFTER_OWNER_SHARE,
     GRAPH_HOST_S,
     GRAPH_REPLAY_S,
     GROWING_QUEUE_SHARE,
@@ -68,25 +69,29 @@ def is_overloaded(service: ServingRun) -> bool:
 
 
 def assign_queue(findings: list[Finding]) -> list[Finding]:
-    """Findings with corrected shares: a cause whose lever gains much less than one more server would does not own the
-    queue; what is left are too few servers. A lever that takes no device is not held against what several buy."""
+    """Findings with corrected shares. A cause whose lever gains much less than one more server would does not own the
+    queue; what is left are too few servers. One whose lever gains about as much owns it, since it takes no device: it
+    goes first, even where servers are needed as well."""
     crowd = next((finding for finding in findings if finding.cause == "too_few_replicas" and finding.levers), None)
     if crowd is None:
         return findings
     best = crowd.levers[0]
     each = (best.speedup - 1) / max(1, best.devices - 1)
-    gains = {
-        finding.rule: max((lever.speedup for lever in finding.levers if lever.of == best.of), default=0.0)
-        for finding in findings
-        if finding is not crowd
-    }
-    weak = {rule: gain for rule, gain in gains.items() if gain and gain - 1 < QUEUE_OWNER_SHARE * each}
-    if not weak:
-        return findings
+    gains = {finding.rule: _free_gain(finding, best.of) for finding in findings if finding is not crowd}
+    known = {rule: gain for rule, gain in gains.items() if gain}
+    weak = {rule: gain for rule, gain in known.items() if gain - 1 < QUEUE_OWNER_SHARE * each}
     shares = {rule: max(0.0, 1 - 1 / gain) for rule, gain in weak.items()}
-    if len(weak) == sum(gain > 0 for gain in gains.values()):
+    if weak and len(weak) == len(known):
         shares[crowd.rule] = 1 - 1 / best.speedup
+    elif len(known) > len(weak):
+        owner = max(known, key=known.__getitem__)
+        shares |= {owner: crowd.share, crowd.rule: AFTER_OWNER_SHARE * crowd.share}
     return [replace(finding, share=shares.get(finding.rule, finding.share)) for finding in findings]
+
+
+def _free_gain(finding: Finding, gauge: str) -> float:
+    """The most that a lever on this device gains; 0 without one."""
+    return max((lever.speedup for lever in finding.levers if lever.of == gauge and lever.devices == 1), default=0.0)
 
 
 # --- by rule

@@ -15,6 +15,7 @@ from armillary.diagnosis.evidence.serving_run import (
     with_queue,
 )
 from armillary.diagnosis.evidence.thresholds import (
+    AFTER_OWNER_SHARE,
     MIN_SAVED_SHARE,
     OVERLOADED_QUEUE_SHARE,
     QUEUE_CLEARING_SHARE,
@@ -135,7 +136,9 @@ def too_few_replicas(reading: Reading, plan: Plan | None) -> Finding | None:
         return None
     share = max(run.queue_share, OVERLOADED_QUEUE_SHARE if refused else 0.0)
     deeper = [finding.share for rule in DEEPER if (finding := rule(reading, plan)) is not None]
-    below = [0.95 * other for other in deeper if other >= max(QUEUE_CLEARING_SHARE, share)]  # explain the whole queue
+    below = [
+        AFTER_OWNER_SHARE * other for other in deeper if other >= max(QUEUE_CLEARING_SHARE, share)
+    ]  # explain the whole queue
     return Finding(
         loop="product",
         cause="too_few_replicas",
