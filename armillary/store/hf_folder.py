@@ -4,6 +4,7 @@
 """
 
 import json
+import os.path
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The config.json at `path`, or in the folder `path`."""
     if path.is_dir():
         path = path / "config.json"
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise BadModel(f"{path.parent} has no config.json; give a Hugging Face model folder or a config.json")
     raw = _read_object(path)
     if "model_type" not in raw:
@@ -35,31 +36,31 @@ def weight_files(folder: Path) -> list[Path]:
     names = _indexed(folder) or _unindexed(folder)
     if not names:
         raise _no_weights(folder)
-    lacking = [name for name in names if not (folder / name).is_file()]
+    lacking = [name for name in names if not os.path.isfile(folder / name)]
     if lacking:
-        count = f"{len(lacking)} of {len(names)} weight files, the first {lacking[0]}"
+        count = f"{len(lacking)} of {len(names)} weight files, the first {lacking[0][:200]}"
         raise BadModel(f"{folder} lacks {count}; download or export the model again")
     return [folder / name for name in names]
 
 
 def has_weights(folder: Path) -> bool:
     """Whether the folder has safetensors, complete or not, or names a GGUF file."""
-    return (folder / GGUF_MARKER).is_file() or (folder / INDEX).is_file() or bool(_unindexed(folder))
+    return os.path.isfile(folder / GGUF_MARKER) or os.path.isfile(folder / INDEX) or bool(_unindexed(folder))
 
 
 def gguf_file(folder: Path) -> Path | None:
     """The GGUF file with the weights of a folder; None where they are safetensors."""
-    if not (folder / GGUF_MARKER).is_file():
+    if not os.path.isfile(folder / GGUF_MARKER):
         return None
-    file = Path((folder / GGUF_MARKER).read_text())
-    if not file.is_file():
-        raise BadModel(f"{file} is no longer there; give the GGUF file where it is now")
+    file = Path(_read_bytes(folder / GGUF_MARKER).decode(errors="replace"))
+    if not os.path.isfile(file):  # unlike Path.is_file, also for what is no path
+        raise BadModel(f"{str(file)[:200]} is no longer there; give the GGUF file where it is now")
     return file
 
 
 def _indexed(folder: Path) -> list[str]:
     """File names from the index of a sharded model."""
-    if not (folder / INDEX).is_file():
+    if not os.path.isfile(folder / INDEX):
         return []
     return index_files(_read_bytes(folder / INDEX), str(folder / INDEX))
 
@@ -77,7 +78,7 @@ def index_files(content: bytes, where: str) -> list[str]:
 
 
 def _unindexed(folder: Path) -> list[str]:
-    if (folder / "model.safetensors").is_file():
+    if os.path.isfile(folder / "model.safetensors"):
         return ["model.safetensors"]
     names = (path.name for path in folder.glob("*.safetensors"))
     return sorted(name for name in names if not name.startswith((".", *_NOT_MODEL_FILES)))

@@ -4,10 +4,7 @@ Packed weights are loaded as they are; numbers stored plain, like embedding and 
 without torch, for planning: `loaded_bytes` is what the weights take once loaded.
 """
 
-import json
-import struct
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,8 +14,8 @@ from armillary.errors import BadModel
 from armillary.store.gguf.gguf_header import BLOCKS, read_header
 from armillary.store.gguf.local_folder import is_gguf
 from armillary.store.hf_folder import gguf_file, read_config, weight_files
+from armillary.store.safetensors_header import read_entries
 
-_LARGEST_HEADER = 100_000_000  # the safetensors format's own limit
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _BESIDE_CODES = ("scale", "scale_inv", "scales", "absmax", "quant_map", "SCB", "zero_point")
 """ends of the names of floats that belong to packed weights"""
@@ -71,15 +68,15 @@ def _of_safetensors(folder: Path) -> StoredWeights:
     table = read_config(folder).get("quantization_config")
     packed, plain, formats = 0, 0, Counter[str]()
     for path in weight_files(folder):
-        for name, dtype, shape, nbytes in _entries(path):
+        for name, entry in read_entries(path).items():
             if name.endswith(_NOT_KEPT) or ".quant_state." in name:
                 continue
-            if dtype in _FLOATS and not name.endswith(_BESIDE_CODES):
-                plain += prod(shape)
+            if entry.dtype in _FLOATS and not name.endswith(_BESIDE_CODES):
+                plain += prod(entry.shape)
                 continue
-            packed += nbytes
-            if dtype not in _FLOATS:
-                formats[_format(name, dtype, table if isinstance(table, dict) else {})] += nbytes
+            packed += entry.nbytes
+            if entry.dtype not in _FLOATS:
+                formats[_format(name, entry.dtype, table if isinstance(table, dict) else {})] += entry.nbytes
     return StoredWeights(packed_bytes=packed, plain_numbers=plain, format=_most(formats))
 
 
@@ -105,17 +102,3 @@ def _bits_of_groups(table: dict[str, Any]) -> Any:
 
 def _most(formats: Counter[str]) -> str:
     return formats.most_common(1)[0][0] if formats else ""
-
-
-def _entries(path: Path) -> Iterator[tuple[str, str, list[int], int]]:
-    """(name, dtype, shape, bytes) of each tensor of a safetensors file."""
-    try:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(size) if size <= _LARGEST_HEADER else b"")
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                yield name, str(entry["dtype"]), [int(each) for each in entry["shape"]], end - begin
-    except (OSError, struct.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise BadModel(f"{path} is truncated or not safetensors ({error}); fetch it again") from None

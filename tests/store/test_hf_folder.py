@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from armillary.errors import BadModel, NotFound
-from armillary.store.hf_folder import INDEX, has_weights, read_config, weight_files
+from armillary.store.hf_folder import GGUF_MARKER, INDEX, gguf_file, has_weights, read_config, weight_files
 from tests.store.conftest import CONFIG
 
 
@@ -76,3 +76,17 @@ def shard(folder: Path, names: list[str]) -> None:
     for name in names:
         (folder / name).write_bytes(b"")
     (folder / INDEX).write_text(json.dumps({"weight_map": {f"layer.{i}": name for i, name in enumerate(names)}}))
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b"])
+def test_names_that_no_file_can_have(name: str, model_folder: Path) -> None:
+    (model_folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(BadModel, match="lacks 1 of 1 weight files"):
+        weight_files(model_folder)
+
+
+@pytest.mark.parametrize("content", [b"a" * 5000, b"a\0b", b"\xff\xfe", b"", b"/nowhere.gguf"])
+def test_markers_of_gguf_files_that_are_not_there(content: bytes, model_folder: Path) -> None:
+    (model_folder / GGUF_MARKER).write_bytes(content)
+    with pytest.raises(BadModel, match="is no longer there"):
+        gguf_file(model_folder)

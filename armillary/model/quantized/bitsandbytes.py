@@ -9,7 +9,9 @@ from torch import Tensor
 from armillary.errors import BadModel
 from armillary.model.quantized.formats import Int8Rows, Lookup4Bit
 from armillary.model.quantized.packed_rows import PackedRows
-from armillary.model.quantized.stored import Stored, check_shape
+from armillary.model.quantized.stored import Stored, check_shape, is_count
+
+_LARGEST = 3.4e38  # of fp32
 
 
 def read_module(stored: Stored, module: str, shape: tuple[int, int]) -> PackedRows | None:
@@ -35,11 +37,11 @@ def _read_int8(stored: Stored, module: str, shape: tuple[int, int]) -> PackedRow
 def _read_4bit(stored: Stored, name: str, shape: tuple[int, int], state_name: str) -> PackedRows:
     rows, columns = shape
     state = _state(stored.get(state_name, torch.uint8), state_name)
-    block = state.get("blocksize")
-    if type(block) is not int or block < 1 or columns % block or columns % 2:
+    block: Any = state.get("blocksize")
+    if not is_count(block) or columns % block or columns % 2:
         raise BadModel(f"{name}: blocks of {block} do not fill rows of {columns} weights; quantize it in blocks of 64")
-    if list(state.get("shape") or ()) != list(shape):
-        raise BadModel(f"{name} has shape {state.get('shape')} where config.json says {list(shape)}; fetch it again")
+    if (stated := state.get("shape")) != list(shape):
+        raise BadModel(f"{name} has shape {str(stated)[:40]} where config.json says {list(shape)}; fetch it again")
     codes = stored.get(name, torch.uint8)
     check_shape(name, codes.flatten(), rows * columns // 2)
     maximum = stored.get(f"{name}.absmax", torch.float32, torch.uint8)
@@ -55,8 +57,8 @@ def _read_4bit(stored: Stored, name: str, shape: tuple[int, int], state_name: st
 def _nested(stored: Stored, name: str, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Fields of the format for maxima that are quantized too; each row gets the second maxima that it needs."""
     block, (rows, groups) = state.get("nested_blocksize"), tensors["maximum"].shape
-    offset = state.get("nested_offset")
-    if type(block) is not int or block < 1 or not isinstance(offset, float | int):
+    offset: Any = state.get("nested_offset")
+    if not is_count(block) or type(offset) not in (float, int) or not abs(offset) < _LARGEST:
         raise BadModel(f"{name}: its nested quantization state is incomplete; save the model again with bitsandbytes")
     second = stored.get(f"{name}.nested_absmax", torch.float32).flatten()
     check_shape(f"{name}.nested_absmax", second, -(-rows * groups // block))

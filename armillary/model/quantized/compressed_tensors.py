@@ -11,7 +11,7 @@ from torch import Tensor
 from armillary.errors import BadModel
 from armillary.model.quantized.formats import Fp4, Fp8, IntGroups, nibbles, pack_nibbles
 from armillary.model.quantized.packed_rows import PackedRows
-from armillary.model.quantized.stored import FLOATS, Stored, check_shape
+from armillary.model.quantized.stored import FLOATS, Stored, check_shape, is_count
 
 E4M3 = torch.float8_e4m3fn
 
@@ -24,6 +24,8 @@ def read_module(stored: Stored, module: str, shape: tuple[int, int], scheme: dic
     weights = scheme.get("weights") or {}
     stored.skip(*(f"{module}.{name}" for name in ("input_scale", "input_zero_point", "input_global_scale")))
     bits, kind = weights.get("num_bits"), weights.get("type", "int")
+    if not is_count(bits):
+        raise BadModel(f"{module}: weights of {str(bits)[:20]} bits; mend num_bits in quantization_config")
     if (kind, bits) == ("float", 8):
         return read_fp8(stored, module, shape, f"{module}.weight_scale", weights.get("block_structure"))
     if (kind, bits) == ("float", 4):
@@ -42,9 +44,9 @@ def read_fp8(stored: Stored, module: str, shape: tuple[int, int], scale_name: st
         return _packed(
             Fp8(group=columns), columns, codes=codes.view(torch.uint8), scale=_of_rows(scale, scale_name, rows)
         )
-    if not (isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+    if not (isinstance(block, list | tuple) and len(block) == 2 and all(is_count(n) for n in block)):
         raise BadModel(f"{module}: blocks of {block} are no blocks of rows and columns; mend quantization_config")
-    high, wide = block
+    high, wide = min(block[0], rows), min(block[1], columns)
     check_shape(scale_name, scale, -(-rows // high), -(-columns // wide))
     of_row = scale.repeat_interleave(high, dim=0)[:rows]
     return _packed(Fp8(group=wide), columns, codes=codes.view(torch.uint8), scale=of_row)
@@ -100,7 +102,7 @@ def check_group(module: str, group: Any, columns: int) -> int:
     """A group size of a config: 1 to K; -1 and None are K."""
     if group in (None, -1):
         return columns
-    if type(group) is not int or not 0 < group <= columns:
+    if not is_count(group, columns):
         raise BadModel(f"{module}: groups of {group} in rows of {columns} weights; mend quantization_config")
     return group
 

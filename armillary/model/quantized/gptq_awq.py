@@ -14,7 +14,7 @@ from armillary.errors import BadModel
 from armillary.model.quantized.compressed_tensors import check_group, column_order, reorder_codes, unpack_int32
 from armillary.model.quantized.formats import IntGroups, pack_nibbles
 from armillary.model.quantized.packed_rows import PackedRows
-from armillary.model.quantized.stored import FLOATS, Stored, check_shape
+from armillary.model.quantized.stored import FLOATS, Stored, check_shape, is_count
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """column n of eight is the nibble _AWQ_ORDER[n] of its word (AutoAWQ, GEMM version)"""
@@ -31,8 +31,8 @@ class Gptq:
     @classmethod
     def of(cls, table: dict[str, Any]) -> "Gptq":
         bits = table.get("bits")
-        if bits not in (4, 8):
-            raise BadModel(f"GPTQ weights of {bits} bits are not supported; 4 and 8 are")
+        if not is_count(bits) or bits not in (4, 8):
+            raise BadModel(f"GPTQ weights of {str(bits)[:20]} bits are not supported; 4 and 8 are")
         return cls(bits=bits, group=table.get("group_size"), plus_one=table.get("checkpoint_format") != "gptq_v2")
 
     def read_module(self, stored: Stored, module: str, shape: tuple[int, int]) -> PackedRows | None:

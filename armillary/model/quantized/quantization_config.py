@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
-from armillary.errors import BadModel
+from armillary.errors import BadModel, one_line
 from armillary.model.quantized import bitsandbytes, compressed_tensors
 from armillary.model.quantized.gptq_awq import Awq, Gptq
 from armillary.model.quantized.packed_rows import PackedRows
@@ -66,10 +67,25 @@ def _scheme_of(module: str, groups: dict[str, Any]) -> dict[str, Any]:
 def _matches(module: str, target: str) -> bool:
     if not target.startswith("re:"):
         return module == target or module.endswith(f".{target}")
+    return _pattern(target.removeprefix("re:")).match(module) is not None
+
+
+_MOST_REPEATS, _LONGEST_PATTERN = 4, 4096
+
+
+@cache
+def _pattern(text: str) -> re.Pattern[str]:
+    """A pattern whose matching ends soon: time is at most the length of a module's name to the power of the repeats,
+    and exponential where a group is repeated. Published patterns have one to three."""
+    shown = one_line(f"re:{text[:80]} in quantization_config")
+    plain = re.sub(r"\\.|\[[^\]]*\]", "x", text, flags=re.DOTALL)  # without what is escaped or in a class
+    odd = re.search(r"\)[*+{]|\(\?[^:!=<P]|#", plain)
+    if odd or len(text) > _LONGEST_PATTERN or len(re.findall(r"[*+{]", plain)) > _MOST_REPEATS:
+        raise BadModel(f"the target {shown} is too long or repeats too much; take a simpler pattern")
     try:
-        return re.match(target.removeprefix("re:"), module) is not None
-    except re.error:
-        raise BadModel(f"the target {target} in quantization_config is no pattern; fetch the model again") from None
+        return re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        raise BadModel(f"the target {shown} is no pattern; fetch the model again") from None
 
 
 def _fp8(table: dict[str, Any]) -> ReadModule:

@@ -1,7 +1,9 @@
 """What the readers of published formats share: tensors of a folder by name, and checks of their shapes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +33,11 @@ class Stored:
     def skip(self, *names: str) -> None:
         """Names that need not be read, such as scales of activations."""
         self.used.update(name for name in names if self.has(name))
+
+
+def is_count(value: Any, most: float = math.inf) -> bool:
+    """Whether a field of a config is a whole number from 1 to `most`."""
+    return type(value) is int and 1 <= value <= most
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

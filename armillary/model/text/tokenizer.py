@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from armillary.errors import BadInput, BadModel, NotFound
+from armillary.errors import BadInput, BadModel, NotFound, one_line
 from armillary.model.generation_config import read_json
 from armillary.model.text import chat_template as chat
 
@@ -237,9 +237,10 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
         raise NotFound(f"no tokenizer.json in {folder}; give a Hugging Face folder that has one")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust library raises bare Exception for whatever it cannot parse
-        reason = " ".join(str(error).split())
-        raise BadModel(f"{path} cannot be read ({reason}); fetch the folder again") from None
+    except BaseException as error:  # the Rust library raises bare Exception for what it cannot parse, or panics
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise BadModel(f"{path} cannot be read ({one_line(error)}); fetch the folder again") from None
     backend.no_truncation()
     backend.no_padding()
     return backend

@@ -23,7 +23,9 @@ from armillary.model.quantized.stored import Stored
 from armillary.model.transformer import Progress, Transformer
 from armillary.model.weights.hf_layout import Rule, interleave, is_of_mtp_layer, rules, tensor_names
 from armillary.model.weights.kv_ranges import SCALES
+from armillary.spec.arithmetic.params import parameters
 from armillary.spec.model import ModelConfig
+from armillary.units import bytes_text, count_text
 
 _EXPERTS = (".experts.up_E2FH", ".experts.down_EHF")
 _NOT_ONE_MODEL = "config.json and weights are not of one model"
@@ -98,6 +100,7 @@ class PackedFolder:
         part: nn.Module | None = None,
         part_rules: list[Rule] | None = None,
     ) -> None:
+        _refuse_more_weights_than_bits(config, stored.total_bytes())
         self.config, self.folder, self._read_module = config, stored, read_module
         self.stored = Stored(has=stored.__contains__, read=stored.read_any)
         with torch.device("meta"):
@@ -217,6 +220,16 @@ def load_packed(
         _set_experts(model, path, experts)
     folder.refuse_extra()
     return model
+
+
+def _refuse_more_weights_than_bits(config: ModelConfig, num_bytes: int) -> None:
+    """Before memory is taken for what config.json says."""
+    count = parameters(config).total
+    if count > 8 * num_bytes:
+        raise BadModel(
+            f"{config.name}: config.json says {count_text(count)} parameters, for which {bytes_text(num_bytes)} of "
+            f"weights are too few; {_NOT_ONE_MODEL}"
+        )
 
 
 def _stays(name: str, keep: Keep) -> bool:

@@ -5,7 +5,6 @@ Nothing pickled is ever opened. `read` and `where` accept plain floats only; `re
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -20,10 +19,10 @@ from armillary.errors import BadModel
 from armillary.store.hf_folder import gguf_file, weight_files
 from armillary.store.remote import Remote
 from armillary.store.remote_model import remote_weight_files, weights_url
+from armillary.store.safetensors_header import TensorEntry, parse_entries
 
 _EMBEDDING = "embed_tokens.weight"  # without the "model." that it has in a model with a head
 _TEXT_PART = "language_model."  # in front of the names of a text model that has a vision model beside it
-_LARGEST_HEADER = 100_000_000  # the format's own limit
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHERS = {
     "I8": torch.int8,
@@ -74,7 +73,7 @@ class TensorFolder:
         """where the weights are in a store; empty: in the folder"""
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
-        self._headers: dict[str, tuple[int, dict[str, Any]]] = {}
+        self._headers: dict[str, dict[str, TensorEntry]] = {}
         self.files = self._index()
         self._stored_names = _renamed(self.files)
         """names here -> names in the files"""
@@ -89,7 +88,7 @@ class TensorFolder:
     def _index(self) -> dict[str, str]:
         """Tensor name -> file name."""
         if self.url:
-            return {name: file for file in remote_weight_files(self.url) for name in self._header(file)[1]}
+            return {name: file for file in remote_weight_files(self.url) for name in self._header(file)}
         if (file := gguf_file(Path(self.folder))) is not None:
             raise BadModel(f"{file} is read by one process only; write plain weights with armillary convert")
         files = [path.name for path in weight_files(Path(self.folder))]
@@ -118,11 +117,11 @@ class TensorFolder:
 
     def total_bytes(self) -> int:
         """Of all tensors."""
-        return sum(end - begin for begin, end in (self._entry(name)["data_offsets"] for name in self.files))
+        return sum(self._entry(name).nbytes for name in self.files)
 
     def is_plain(self, name: str) -> bool:
         """Whether it is stored, as plain floats."""
-        return name in self.files and self._entry(name)["dtype"] in _FLOATS
+        return name in self.files and self._entry(name).dtype in _FLOATS
 
     def read(self, name: str) -> Tensor:
         self._refuse_packed(name)
@@ -143,7 +142,7 @@ class TensorFolder:
         return self._where(name)
 
     def _refuse_packed(self, name: str) -> None:
-        if (kind := self._entry(name)["dtype"]) not in _FLOATS:
+        if (kind := self._entry(name).dtype) not in _FLOATS:
             kind = str(_OTHERS.get(kind, kind)).removeprefix("torch.")
             raise BadModel(
                 f"{self.folder}: {name} is {kind}, not a plain float; write plain ones with armillary convert"
@@ -151,29 +150,19 @@ class TensorFolder:
 
     def _where(self, name: str) -> StoredTensor:
         file, entry = self.files[name], self._entry(name)
-        if (dtype := (_FLOATS | _OTHERS).get(entry["dtype"])) is None:
-            raise BadModel(f"{self.folder}: {name} is {entry['dtype']}, which is not known; take another format")
+        if (dtype := (_FLOATS | _OTHERS).get(entry.dtype)) is None:
+            raise BadModel(f"{self.folder}: {name} is {entry.dtype}, which is not known; take another format")
         path = f"{self.url}/{file}" if self.url else str(Path(self.folder) / file)
-        begin = self._header(file)[0] + entry["data_offsets"][0]
-        return StoredTensor(path, begin, torch.Size(entry["shape"]), dtype)
+        return StoredTensor(path, entry.begin, torch.Size(entry.shape), dtype)
 
-    def _entry(self, name: str) -> dict[str, Any]:
-        return self._header(self.files[name])[1][self._stored_names[name]]  # type: ignore[no-any-return]
+    def _entry(self, name: str) -> TensorEntry:
+        return self._header(self.files[name])[self._stored_names[name]]
 
-    def _header(self, file: str) -> tuple[int, dict[str, Any]]:
-        """(byte at which tensors begin, what and where they are)."""
+    def _header(self, file: str) -> dict[str, TensorEntry]:
+        """What the file holds, and where."""
         if file not in self._headers:
-            size = int.from_bytes(self._bytes(file, 0, 8), "little")
-            try:
-                if size > _LARGEST_HEADER:
-                    raise ValueError(f"a header of {size} bytes")
-                header = json.loads(self._bytes(file, 8, size))
-            except ValueError as error:
-                raise BadModel(
-                    f"{self.url or self.folder}/{file} is truncated or not safetensors ({error}); fetch it again"
-                ) from None
-            header.pop("__metadata__", None)
-            self._headers[file] = (8 + size, header)
+            where = f"{self.url or self.folder}/{file}"
+            self._headers[file] = parse_entries(lambda begin, size: self._bytes(file, begin, size), where)
         return self._headers[file]
 
     def _bytes(self, file: str, begin: int, size: int) -> bytes:

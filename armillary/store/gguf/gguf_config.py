@@ -96,13 +96,19 @@ def _llama3_scaling(header: GgufHeader, raw: dict[str, Any]) -> dict[str, Any]:
     with open(header.path, "rb") as file:
         file.seek(tensor.begin)
         divisors = struct.unpack(f"<{tensor.nbytes // 4}f", file.read(tensor.nbytes)) if tensor.kind == "F32" else ()
-    factor = max(divisors, default=0.0)
+    if not divisors or not all(math.isfinite(each) and each >= 1 for each in divisors):
+        raise _unknown_rule(header)
+    factor = max(divisors)
     expected = [
         llama3_divisor(raw["rope_theta"] ** (-2 * i / raw["head_dim"]), factor) for i in range(raw["head_dim"] // 2)
     ]
     if len(divisors) != len(expected) or any(abs(a - b) > 1e-3 * b for a, b in zip(divisors, expected, strict=True)):
-        raise BadModel(f"{header.path}: its rope frequencies follow no rule we know; take the safetensors folder")
+        raise _unknown_rule(header)
     return {"rope_type": "llama3", "factor": factor} | _LLAMA3
+
+
+def _unknown_rule(header: GgufHeader) -> BadModel:
+    return BadModel(f"{header.path}: its rope frequencies follow no rule we know; take the safetensors folder")
 
 
 def llama3_divisor(frequency: float, factor: float) -> float:

@@ -22,11 +22,15 @@ _WORDS = (
 )
 SPLITS = {"gpt-2": "", "llama-bpe": _WORDS % "{1,3}", "llama3": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
 """how text is split before merges, by tokenizer.ggml.pre; empty: GPT-2's own way"""
+_LONGEST_PIECE = 1 << 10
+"""characters of a token whose merges are derived: published ones have up to a hundred, and time goes by the square"""
+_MOST_MERGES = 1 << 21
+"""published vocabularies make up to six hundred thousand"""
 
 
 def tokenizer_files(header: GgufHeader) -> dict[str, dict[str, Any]]:
     """File name -> content; empty where the file has no tokenizer."""
-    kind = header.metadata.get("tokenizer.ggml.model")
+    kind = _field(header, "model", str)
     if kind is None or (kind in _NO_VOCABULARY and WHOLE not in header.metadata):
         return {}
     tokens: Any = header.metadata.get("tokenizer.ggml.tokens")
@@ -34,13 +38,22 @@ def tokenizer_files(header: GgufHeader) -> dict[str, dict[str, Any]]:
         raise BadModel(f"{header.path}: its metadata has no tokenizer.ggml.tokens; fetch the file again")
     if kind in _NO_VOCABULARY:
         return _whole(header, tokens)
-    types = header.metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    types = _field(header, "token_type", list) or [1] * len(tokens)
     if kind not in ("gpt2", "llama") or len(types) != len(tokens):
         raise BadModel(f"{header.path}: its tokenizer '{kind}' is not supported; gpt2 and llama are")
     content = (_byte_level if kind == "gpt2" else _sentencepiece)(header, tokens)
     content["added_tokens"] = list(_added(tokens, types))
     content |= {"version": "1.0", "truncation": None, "padding": None}
     return {"tokenizer.json": content, "tokenizer_config.json": _config(header, tokens)}
+
+
+def _field(header: GgufHeader, key: str, kind: type, default: Any = None) -> Any:
+    """A value of the tokenizer's metadata; BadModel where it is of another kind."""
+    value = header.metadata.get(f"tokenizer.ggml.{key}", default)
+    if value is not None and not isinstance(value, kind):
+        text = repr(value)[:40]
+        raise BadModel(f"{header.path}: tokenizer.ggml.{key} in its metadata is {text}; fetch the file again")
+    return value
 
 
 def _whole(header: GgufHeader, tokens: list[str]) -> dict[str, dict[str, Any]]:
@@ -73,10 +86,14 @@ def _bpe(tokens: list[str], merges: list[list[str]], **fields: Any) -> dict[str,
 
 
 def _byte_level(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
-    merges: Any = header.metadata.get("tokenizer.ggml.merges")
-    pre = header.metadata.get("tokenizer.ggml.pre", "gpt-2")
+    merges = _field(header, "merges", list)
+    pre = _field(header, "pre", str, "gpt-2")
     if not _all_of(merges, str) or not all(merge.count(" ") == 1 for merge in merges):
         raise BadModel(f"{header.path}: its metadata has no tokenizer.ggml.merges; fetch the file again")
+    known = set(tokens)
+    lacking = (each for each in merges if not known.issuperset((*each.split(" "), each.replace(" ", ""))))
+    if (merge := next(lacking, None)) is not None:
+        raise BadModel(f"{header.path}: its merge {merge[:40]!r} is not of its tokens; fetch the file again")
     if pre not in SPLITS:
         raise BadModel(f"{header.path}: text split as '{pre}' is not supported; these are: {', '.join(SPLITS)}")
     regex = SPLITS[pre]
@@ -92,7 +109,7 @@ def _byte_level(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
 
 
 def _sentencepiece(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
-    scores: Any = header.metadata.get("tokenizer.ggml.scores")
+    scores = _field(header, "scores", list)
     if not _all_of(scores, float) or len(scores) != len(tokens):
         raise BadModel(f"{header.path}: its metadata has no tokenizer.ggml.scores; fetch the file again")
     unknown = header.metadata.get("tokenizer.ggml.unknown_token_id", 0)
@@ -107,7 +124,7 @@ def _sentencepiece(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
     ]
     text = tokens[unknown] if type(unknown) is int and 0 <= unknown < len(tokens) else None
     return {
-        "model": _bpe(tokens, _merges(tokens, scores), unk_token=text, fuse_unk=True, byte_fallback=True),
+        "model": _bpe(tokens, _merges(header, tokens, scores), unk_token=text, fuse_unk=True, byte_fallback=True),
         "normalizer": {"type": "Sequence", "normalizers": [*space, replace]},
         "pre_tokenizer": None,
         "post_processor": _template(header, tokens, default=True),
@@ -115,11 +132,13 @@ def _sentencepiece(header: GgufHeader, tokens: list[str]) -> dict[str, Any]:
     }
 
 
-def _merges(tokens: list[str], scores: list[float]) -> list[list[str]]:
+def _merges(header: GgufHeader, tokens: list[str], scores: list[float]) -> list[list[str]]:
     """Every pair of tokens that makes a third, the highest score first."""
     number = {text: i for i, text in enumerate(tokens)}
-    scored = []
+    scored: list[tuple[float, int, int, list[str]]] = []
     for merged, text in enumerate(tokens):
+        if len(text) > _LONGEST_PIECE or len(scored) > _MOST_MERGES:
+            raise BadModel(f"{header.path}: its tokens are too long or make too many merges; fetch the file again")
         for at in range(1, len(text)):
             left, right = text[:at], text[at:]
             if left in number and right in number:

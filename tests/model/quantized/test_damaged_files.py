@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import resource
 import struct
 from collections.abc import Iterator
@@ -15,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from armillary.errors import ArmillaryError
 from armillary.model.weights.hf_weights import load_model
 from armillary.store.gguf.gguf_header import read_header
 from armillary.store.gguf.local_folder import gguf_folder
 from armillary.store.home import Home
-from tests.model.quantized.folders import FOLDERS, gptq_folder, tiny_llama
+from tests.model.quantized.folders import FOLDERS, fp8_folder, gptq_folder, nf4_folder, tiny_llama
 from tests.model.test_agreement import full_logits
 from tests.model.weights.test_gguf_weights import MIXED, write_gguf
 
@@ -153,7 +155,7 @@ def damage_gguf(tmp_path: Path, times: int, seed: int) -> None:
 TOKENIZER = {
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "llama-bpe",
-    "tokenizer.ggml.tokens": [chr(33 + i) for i in range(96)],
+    "tokenizer.ggml.tokens": [*(chr(33 + i) for i in range(95)), "!#"],
     "tokenizer.ggml.merges": ["! #"],
     "tokenizer.ggml.bos_token_id": 1,
 }
@@ -190,3 +192,61 @@ def test_a_config_of_more_layers_than_there_are_takes_no_memory(layers: int, tmp
     raw = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(raw))
     assert "layers" in load(folder, tmp_path)
+
+
+def edited(folder: Path, **quantization: Any) -> Path:
+    """With other values in quantization_config."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] |= quantization
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+@pytest.mark.parametrize("bits", [4.0, 8.0, True, "4", [4], None, 3, 10**400])
+def test_bits_are_whole_numbers(bits: Any, tmp_path: Path) -> None:
+    folder = edited(gptq_folder(tmp_path / "m", tiny_llama(num_hidden_layers=1)), bits=bits)
+    assert "bits are not supported" in load(folder, tmp_path)
+
+
+def test_blocks_larger_than_a_weight_take_no_memory(tmp_path: Path) -> None:
+    """All rows and columns of a weight are one block then, as where blocks of 128 are larger than it."""
+    folder = fp8_folder(tmp_path / "m", tiny_llama(num_hidden_layers=1))
+    assert load(edited(folder, weight_block_size=[10**9, 10**9]), tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("shape", shape) for shape in (5, None, {"a": 1}, [64])),
+        *(("nested_offset", offset) for offset in (10**400, float("nan"), True, "x")),
+        *(("blocksize", size) for size in (0, 64.0, 10**9, "64")),
+        ("nested_blocksize", 0),
+    ],
+)
+def test_states_of_bitsandbytes_are_checked(key: str, value: Any, tmp_path: Path) -> None:
+    folder = nf4_folder(tmp_path / "m", tiny_llama(num_hidden_layers=1))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [each for each in tensors if "quant_state" in each]:
+        state = json.loads(bytes(tensors[name].tolist())) | {key: value}
+        tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors")
+    assert re.search("has shape|blocks of|state is incomplete", load(folder, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "target", ["(a+)+$", "(?:.*)*z", ".*e.*e.*e.*e.*e.*z", "(((", "x{99999999999}", "a" * 10**6, "(?x)#[\n(a+)+$#]"]
+)
+def test_targets_that_take_forever_are_refused(target: str, tmp_path: Path) -> None:
+    folder = FOLDERS["int8 per row"](tmp_path / "m", tiny_llama(num_hidden_layers=1))
+    scheme = {"targets": [f"re:{target}"], "weights": {"num_bits": 8}}
+    found = load(edited(folder, config_groups={"g": scheme}), tmp_path)
+    assert re.search("repeats too much|is no pattern", found) and len(found) < 300
+    scheme["targets"] = [r"re:.*model\.layers\.\d+\.(self_attn|mlp)\..*_proj$"]
+    assert load(edited(folder, config_groups={"g": scheme}), tmp_path) == ""
+
+
+def test_a_config_of_more_weights_than_the_files_have_bits(tmp_path: Path) -> None:
+    folder = gptq_folder(tmp_path / "m", tiny_llama(num_hidden_layers=1))
+    raw = json.loads((folder / "config.json").read_text()) | {"head_dim": 2**33}
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert "of weights are too few" in load(folder, tmp_path)

@@ -224,7 +224,19 @@ def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"version": "1.0", "model": {"type": "BPE",\n', "\x00\xff"])
+_PANIC = {"type": "BPE", "continuing_subword_prefix": "##", "vocab": {"a": 0}, "merges": [["a", "a"]]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '{"version": "1.0", "model": {"type": "BPE",\n',
+        "\x00\xff",
+        json.dumps({"model": _PANIC}),
+    ],
+)
 def test_a_broken_tokenizer_json(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(BadModel, match=r"tokenizer.json cannot be read \(.*\); fetch the folder again") as caught:
