@@ -54,7 +54,8 @@ def _entry(entry: Any, data: int) -> TensorEntry:
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(dtype) is not str or len(shape) > _MOST_DIMS or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"a tensor of dtype {str(dtype)[:20]} and shape {str(shape)[:60]}")
-    whole = type(begin) is int and type(end) is int
-    if not (whole and 0 <= begin <= end < 1 << 63 and prod(shape) <= 8 * (end - begin)):  # numbers of a bit and more
+    if not (
+        type(begin) is type(end) is int and 0 <= begin <= end < 1 << 63 and prod(shape) <= 8 * (end - begin)
+    ):  # numbers of a bit and more
         raise ValueError(f"a tensor of shape {str(shape)[:60]} in bytes {str(begin)[:20]} to {str(end)[:20]}")
     return TensorEntry(dtype, tuple(shape), data + begin, end - begin)
