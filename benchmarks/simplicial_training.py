@@ -50,6 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 SEQUENCE, WINDOWS, ROWS = {"tiny": 64}, {"tiny": (4, 16)}, {"tiny": 4}
 """of shapes that are not of the usual 1,024 tokens, windows of 32 and 512, and 16 rows a step"""
+KV_BYTES = 256 << 20
 PROMPTS = ("def main(", "class Engine:\n", "import torch\n\n", "    return ", '"""', "for ")
 
 
@@ -93,7 +94,7 @@ def served(folder: Path, dtype: str, device: str, home: Home, tokens: int) -> tu
     """(prompts, answers) as token ids, decoded together over the paged cache."""
     tokenizer = Tokenizer.load(folder)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
-    serve = Serve(max_running=len(prompts), max_model_len=max(map(len, prompts)) + tokens, prefix_cache=False)
+    serve = Serve(max_running=len(prompts), max_model_len=max(map(len, prompts)) + tokens, kv_bytes=KV_BYTES)
     llm = LLM(folder, serve, home=home, dtype=dtype, device=device)
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     completions = llm.generate(list(PROMPTS), params)
@@ -118,7 +119,8 @@ def compared(model: Transformer, prompts: list[list[int]], answers: list[list[in
         chosen = logits.gather(1, torch.tensor(answer, device=logits.device)[:, None])[:, 0]
         below = logits.max(1).values - chosen
         equal, total, gap = equal + int((below == 0).sum()), total + len(answer), max(gap, float(below.max()))
-    return {"tokens": total, "equal": equal, "largest_gap": round(gap, 4)}
+    distinct = len({token for answer in answers for token in answer})
+    return {"tokens": total, "distinct": distinct, "equal": equal, "largest_gap": round(gap, 4)}
 
 
 def main() -> None:

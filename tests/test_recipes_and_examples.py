@@ -40,6 +40,7 @@ EXAMPLES = {
     "pipeline_bubbles": (("--quick",), ("| formula | idle, GPipe | idle, 1F1B |", "| 4 | 20.0% |", "plot.svg")),
     "zero_memory": (("--quick",), ("predicted: ZeRO-3", "| DDP, fp32 |", "plot.svg")),
     "moe_balance": (("--quick",), ("| selection bias |", "8 devices busy", "plot_2.svg")),
+    "simplicial_pairs": (("--quick",), ("| 2-simplicial, 1 layer |", "always the likelier", "plot_2.svg")),
     "checkpoint_chaos": (("--quick",), ("kill −9 to one rank: 1 command", "| 0 of ", "| yes |", "plot.svg")),
     "attention_roofline": (("--quick",), ("| 128 | naive |", "| 128 | tiled |", "| 128 | fused |", "plot.svg")),
     "amdahl": (("--quick",), ("optimizer: loop → one pass", "Karp and Flatt", "plot.svg")),

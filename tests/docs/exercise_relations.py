@@ -170,6 +170,18 @@ def zero_memory(found: list[Table], timed: bool) -> None:
     assert all(abs(number(row["error"])) <= 0.10 for row in measured), measured
 
 
+def simplicial_pairs(found: list[Table], timed: bool) -> None:
+    rows = {row["model"]: row for row in found[0]}
+    pairs, plain = rows["2-simplicial, 1 layer"], rows["attention, 1 layer"]
+    assert number(pairs["weights"]) > number(plain["weights"]) and number(plain["at 1,024 tokens"]) == 1
+    assert number(pairs["at 1,024 tokens"]) > 20 * number(pairs["FLOPs of a head at 8 tokens"]) > 20
+    if "attention, 2 layers" in rows:  # enough steps to learn it
+        right = {name: number(row["right"]) for name, row in rows.items()}
+        assert right["2-simplicial, 1 layer"] > 0.97, right
+        assert right["2-simplicial, 1 layer"] > max(right[name] for name in rows if name.startswith("attention")) + 0.03
+        assert number(pairs["loss"]) < 0.5 * number(plain["loss"])
+
+
 RELATIONS: dict[str, Callable[[list[Table], bool], None]] = {
     "amdahl": amdahl,
     "attention_roofline": attention_roofline,
@@ -181,6 +193,7 @@ RELATIONS: dict[str, Callable[[list[Table], bool], None]] = {
     "plan_to_documents": plan_to_documents,
     "precision": precision,
     "serving_speedups": serving_speedups,
+    "simplicial_pairs": simplicial_pairs,
     "zero_memory": zero_memory,
 }
 """exercise -> its relations; resnet50 prints no table but budgets, which its test sums up"""
