@@ -17,9 +17,9 @@ from armillary.engine.build import make_engine
 from armillary.engine.llm import LLM
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.engine.runner import linear_formats, native_linear
 from armillary.engine.runner.engine_kernels import REFERENCE
 from armillary.engine.runner.executor import FastExecutor
+from armillary.engine.runner.linear import linear_formats, native_linear
 from armillary.engine.runner.linear.linear_formats import Int8Dense, PackedDense, int8_is_fast, replace_linears
 from armillary.engine.runner.linear.packed_cpu import IntegerLinear
 from armillary.errors import BadInput, BadModel

@@ -200,7 +200,8 @@ def fp8_folder(folder: Path, model: Any) -> Path:
     return write_folder(folder, model, {"quant_method": "fp8", "weight_block_size": [128, 128]}, packed)
 
 
-def _compressed(name: str) -> Callable[[Path, Any], Path]:
+def compressed(name: str) -> Callable[[Path, Any], Path]:
+    """What writes folders in one of the `SCHEMES`."""
     format, args = SCHEMES[name]
     return lambda folder, model: compressed_folder(folder, model, scheme_of(args), format)
 
@@ -211,5 +212,5 @@ FOLDERS: dict[str, Callable[[Path, Any], Path]] = {
     "nf4": nf4_folder,
     "int8": int8_folder,
     "fp8 blocks": fp8_folder,
-    **{name: _compressed(name) for name in ("fp8 per row", "int8 per row", "int4 groups with zeros", "nvfp4", "mxfp4")},
+    **{name: compressed(name) for name in ("fp8 per row", "int8 per row", "int4 groups with zeros", "nvfp4", "mxfp4")},
 }

@@ -63,6 +63,21 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, len(weight) // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
+def in_blocks(numbers: np.ndarray, kind: Q) -> np.ndarray:
+    """As the gguf package quantizes them; for K-quants, which it only reads, random blocks of as many numbers."""
+    if not kind.name.endswith("_K"):
+        return gguf.quants.quantize(numbers, kind)
+    width, block_bytes = BLOCKS[kind.name]
+    raw = np.random.default_rng(3).integers(0, 256, (len(numbers), numbers.shape[1] // width, block_bytes), np.uint8)
+    for at in SCALES_AT[kind.name]:
+        raw[..., at + 1] &= 0x1B
+    return raw.reshape(len(numbers), -1)
+
+
+SCALES_AT = {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2]}
+"""bytes of a K-quant's block at which its fp16 scales begin"""
+
+
 def write_gguf(path: Path, model: Any, arch: str, kinds: dict[str, Q], extra: dict[str, Any] | None = None) -> Path:
     """`kinds`: the type of each tensor by the end of its module's name; others are F32."""
     config, writer = model.config, gguf.GGUFWriter(path, arch)
@@ -85,7 +100,7 @@ def write_gguf(path: Path, model: Any, arch: str, kinds: dict[str, Q], extra: di
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             numbers = permuted(numbers, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
         kind = next((kind for end, kind in kinds.items() if f"{end}.weight" in name), Q.F32)
-        writer.add_tensor(gguf_name(name), gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+        writer.add_tensor(gguf_name(name), in_blocks(numbers, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -102,8 +117,7 @@ def test_blocks_are_dequantised_bit_for_bit(kind: str) -> None:
         raw = np.random.default_rng(3).standard_normal((6, 512)).astype(np.float32)
         raw = raw if kind == "F32" else gguf.quants.quantize(raw, Q[kind])
     else:
-        halves = {"Q6_K": [208], "Q4_K": [0, 2], "Q5_K": [0, 2]}.get(kind, [0])
-        for at in halves:
+        for at in SCALES_AT.get(kind, [0]):
             raw[..., at + 1] &= 0x3B
     rows = raw.reshape(6, -1).view(np.uint8)
     expected = gguf.quants.dequantize(rows if numbers > 1 else raw, Q[kind]).reshape(6, 512)
