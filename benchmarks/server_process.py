@@ -99,6 +99,7 @@ def running(folder: str, wishes: dict[str, Any], exits: list[int]) -> Iterator[S
     words = [word for key, value in wishes["serve"].items() for word in ("--set", f"serve.{key}={json.dumps(value)}")]
     words += ["--device", wishes["device"]] if wishes["device"] else []
     words += ["--set", f"serve.dtype={wishes['dtype']}"] if wishes["dtype"] else []
+    words += ["--tp", str(wishes["tp"])] if wishes.get("tp", 1) > 1 else []
     line = [sys.executable, "-m", "armillary", "serve", folder, "--port", str(address[1]), *words]
     process = subprocess.Popen(line, stdout=sys.stderr)
     try:

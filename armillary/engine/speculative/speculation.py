@@ -71,7 +71,7 @@ class Speculation:
     def _most(self, seq: Sequence) -> int:
         """Most draft tokens of a sequence: its limit, the draft model's, and what was found."""
         state, known = _state(seq), len(seq.tokens)
-        if seq.constraint is not None or seq.long_rope or seq.computed != known:
+        if seq.constraint is not None or seq.long_rope or seq.computed != known or known <= self._lag:
             return 0
         most = min(self.controller.most, seq.limit - known - 1, self._max_len - known - 1)
         if self._has_model:

@@ -92,7 +92,7 @@ def test_draft_tokens_are_those_of_the_plain_layer(name: str) -> None:
             seen.append((list(draft.sequence.tokens), made.tolist()))
 
     executor.draft_model.propose = noted  # type: ignore[method-assign, assignment]
-    engine.generate([ask(f"r{i}", range(2, 5 + 4 * i), 16, ignore_eos=True, temperature=0.0) for i in range(4)])
+    engine.generate([ask(f"r{i}", range(2, 3 + 5 * i), 16, ignore_eos=True, temperature=0.0) for i in range(4)])
     totals = engine.scheduler.totals
     assert len(seen) > 10 and totals.drafted > totals.accepted
     for tokens, made in seen:
