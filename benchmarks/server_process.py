@@ -96,10 +96,12 @@ def running(folder: str, wishes: dict[str, Any], exits: list[int]) -> Iterator[S
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = probe.getsockname()
-    words = [word for key, value in wishes["serve"].items() for word in ("--set", f"serve.{key}={json.dumps(value)}")]
+    texts = {key: each if isinstance(each, str) else json.dumps(each) for key, each in wishes["serve"].items()}
+    words = [word for key, text in texts.items() for word in ("--set", f"serve.{key}={text}")]
     words += ["--device", wishes["device"]] if wishes["device"] else []
     words += ["--set", f"serve.dtype={wishes['dtype']}"] if wishes["dtype"] else []
     words += ["--tp", str(wishes["tp"])] if wishes.get("tp", 1) > 1 else []
+    words += ["--home", wishes["home"]] if wishes.get("home") else []
     line = [sys.executable, "-m", "armillary", "serve", folder, "--port", str(address[1]), *words]
     process = subprocess.Popen(line, stdout=sys.stderr)
     try:

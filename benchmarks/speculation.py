@@ -4,8 +4,8 @@
     python benchmarks/speculation.py FOLDER            # --size gpu --minutes 2.5
     python benchmarks/speculation.py FOLDER --device cuda --dtype bf16 --only alone,load
 
-alone   one request at a time, 128 tokens each: with a draft model on functions to write, with prompt lookup on
-        "repeat this function with one name changed"; speed is that of decoding, after the first token
+alone   one request at a time, 128 tokens each: with a draft model and a draft head on functions to write, with prompt
+        lookup on "repeat this function with one name changed"; speed is that of decoding, after the first token
 load    64 requests at once
 equal   500 greedy prompts, drafts of random lengths
 
@@ -57,7 +57,8 @@ class Models:
     def opened(self, drafts: str, max_running: int) -> LLM:
         """Steps of at most 512 tokens: fewer CUDA graphs are captured, and no prompt is longer."""
         draft = str(self.folder / "draft")
-        extra: dict[str, Any] = {"plain": {}, "ngram": {"speculate": "ngram"}, "draft": {"draft": draft}}
+        extra: dict[str, Any] = {"plain": {}, "draft": {"draft": draft}}
+        extra |= {name: {"speculate": name} for name in ("ngram", "mtp")}
         serve = Serve(
             max_running=max_running,
             max_model_len=512,
@@ -182,14 +183,15 @@ def main() -> None:
 
 def figures(models: Models, wanted: list[str], count: int) -> Iterator[dict[str, Any]]:
     if "alone" in wanted:
-        opened = {name: models.opened(name, 1) for name in ("plain", "draft", "ngram")}
-        for temperature in (0.0, 1.0):
-            yield alone(opened, "draft", texts_to_write(count), temperature)
+        opened = {name: models.opened(name, 1) for name in ("plain", "draft", "mtp", "ngram")}
+        for drafts in ("draft", "mtp"):
+            for temperature in (0.0, 1.0):
+                yield alone(opened, drafts, texts_to_write(count), temperature)
         yield alone(opened, "ngram", texts_to_repeat(count), 0.0)
         opened.clear()
     for case, run in (("load", load), ("equal", equal)):
         if case in wanted:
-            yield from (run(models, drafts) for drafts in ("draft", "ngram"))
+            yield from (run(models, drafts) for drafts in ("draft", "mtp", "ngram"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 Both learn the same task: a generated Python function, a name and its replacement, then the function with the name
 replaced; beside it, runs of random words that are repeated. The draft is trained first; the target is the draft grown,
 with wider MLPs and further layers whose projections into the residual stream start at zero, and trained on.
-FOLDER/target and FOLDER/draft are Hugging Face folders.
+FOLDER/target and FOLDER/draft are Hugging Face folders. At last a draft head is trained for the target, for
+`--head-steps` steps, and kept in its folder (`--head-only`: for the target that is there).
 """
 
 import argparse
@@ -19,6 +20,7 @@ from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,9 +29,15 @@ from armillary.model.layers.attention_forms import plain
 from armillary.model.text.tokenizer import Tokenizer
 from armillary.model.text.train_tokenizer import train_tokenizer
 from armillary.model.transformer import Transformer, build
-from armillary.model.weights.hf_weights import save_model
+from armillary.model.weights.hf_weights import load_model, save_model
+from armillary.model.weights.mtp_weights import save_draft_head
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.model import LayerKind, ModelConfig
+from armillary.spec.tables.train import TrainJob
+from armillary.training.data.batch import Batch
+from armillary.training.data.batch_sources import Validation
+from armillary.training.draft_head import HeadTrainer
+from armillary.training.open_data import OpenData
 
 _TEXT = """load save read write parse build merge split count total first last index value name path file line token
 batch cache block table row page group layer head model data item list field key user order price stock event queue task
@@ -202,13 +210,56 @@ def drawn(config: ModelConfig, device: str) -> Transformer:
     return model
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Batches of the task, as a trainer reads them."""
+
+    made: Iterator[Tensor]
+    batch: int
+    sequence: int = SEQUENCE
+    steps_per_epoch: float = float("inf")
+
+    def at(self, step: int, *, rank: int = 0, world: int = 1) -> Batch:
+        rows = next(self.made).cpu().numpy()
+        positions = np.broadcast_to(np.arange(SEQUENCE), (len(rows), SEQUENCE))
+        documents = np.zeros((len(rows), SEQUENCE), np.int32)
+        return Batch(tokens_BT=rows[:, :-1], targets_BT=rows[:, 1:], positions_BT=positions, documents_BT=documents)
+
+
+def train_head(folder: Path, data: Iterator[Tensor], rows: int, steps: int, device: str) -> None:
+    """The draft head of the target in `folder`."""
+    model = load_model(folder, dtype="fp32" if device == "cpu" else "bf16", device=device)
+    source = Rows(made=data, batch=rows)
+    opened = OpenData(
+        train=source, validation=Validation(parts=(), counts=()), tokenizer_folder=folder, vocab=model.config.vocab
+    )
+    job = TrainJob(sequence=SEQUENCE, batch_tokens=rows * SEQUENCE, steps=steps, lr=1e-3)
+    trainer = HeadTrainer(model, opened, job, micro_batch=rows, precision="fp32" if device == "cpu" else "bf16")
+    begin = time.monotonic()
+    for last in trainer.steps():
+        if last.step % 20 == 0:
+            print(f"head, step {last.step}, loss {last.loss:.3f}, agrees {last.agreed}", flush=True)
+    facts = {"steps": steps, "seconds": round(time.monotonic() - begin), "agreed": last.agreed}
+    print(f"a head of {trainer.num_parameters:,} parameters: {facts}")
+    save_draft_head(trainer.head, model.config, folder, facts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--size", choices=list(SIZES), default="cpu")
+    parser.add_argument("--head-steps", type=int, default=200)
+    parser.add_argument("--head-only", action="store_true")
     given = parser.parse_args()
     size = SIZES[given.size]
+    if not given.head_only:
+        train_both(given, size)
+    tokenizer, rows = Tokenizer.load(given.folder / "tokenizer"), size.draft_rows
+    train_head(given.folder / "target", batches(tokenizer, 3, rows), rows, given.head_steps, size.device)
+
+
+def train_both(given: argparse.Namespace, size: Size) -> None:
     rng = random.Random(0)
     texts = ["".join(question(rng)) for _ in range(2000)] + [repeated(rng) for _ in range(500)]
     tokenizer = train_tokenizer(texts, VOCAB)

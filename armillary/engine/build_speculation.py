@@ -19,6 +19,7 @@ from armillary.engine.telemetry.step_calibration import StepShape, decision_of
 from armillary.errors import BadInput
 from armillary.model.multi_token import MtpLayer
 from armillary.model.transformer import Transformer
+from armillary.spec.arithmetic.params import parameters
 from armillary.spec.tables.serve import Serve
 
 _MOST_ROWS = 64  # rows of a step, draft tokens included, where serve.max_running is less
@@ -46,9 +47,10 @@ def make_draft(
     if not serve.has_draft_model:
         return None
     what = "a draft model" if serve.speculate == "draft" else "a draft head"
-    if ranks is not None:
-        raise BadInput(f"{what} does not run on several devices yet; take serve.speculate=ngram, or --tp 1")
-    options: dict[str, Any] = {"block_tokens": block_tokens, "graphs": serve.graphs}
+    if ranks is not None and ranks.pipeline is not None:
+        raise BadInput(f"{what} does not run on stages of layers yet; take serve.speculate=ngram, or leave serve.pp 1")
+    group = None if ranks is None or ranks.tp.size == 1 else ranks.tp
+    options: dict[str, Any] = {"block_tokens": block_tokens, "graphs": serve.graphs, "group": group}
     if serve.speculate == "mtp":
         if not isinstance(draft, MtpLayer):
             raise no_head(executor.forward.model.config.name)
@@ -81,7 +83,7 @@ def speculate(
         verify = StepCosts(_timed(sizes, lambda rows: executor.tokens(executor.launch(_verify(rows, cache)))))
     else:
         verify = StepCosts(_UNMEASURED, is_relative=True)
-    propose = None if draft is None else StepCosts(_timed(sizes, lambda rows: _run(draft, rows, cache)))
+    propose = None if draft is None else _propose_costs(draft, executor, sizes, cache, measured=ranks is None)
     max_len = min(settings.max_model_len, settings.rope_switch or settings.max_model_len)
     scheduler.speculation = Speculation(
         LengthController(verify, propose, serve.max_draft),
@@ -92,6 +94,17 @@ def speculate(
         max_len=max_len if draft is None else min(max_len, draft.max_len),
         totals=scheduler.totals,
     )
+
+
+def _propose_costs(
+    draft: DraftModel, executor: FastExecutor, sizes: list[int], cache: KVCache, *, measured: bool
+) -> StepCosts:
+    """Of a pass of the draft model; on several ranks in proportion to its weights."""
+    if measured:
+        return StepCosts(_timed(sizes, lambda rows: _run(draft, rows, cache)))
+    drafting, verifying = (parameters(each.forward.model.config).total for each in (draft.executor, executor))
+    share = drafting / verifying
+    return StepCosts({rows: share * cost for rows, cost in _UNMEASURED.items()}, is_relative=True)
 
 
 def _timed(sizes: list[int], run: Callable[[int], object]) -> dict[int, float]:

@@ -68,9 +68,9 @@ class DraftHead(DraftModel):
 
     lag = 1
 
-    def __init__(self, target: FastExecutor, layer: MtpLayer, *, block_tokens: int, graphs: bool | None) -> None:
+    def __init__(self, target: FastExecutor, layer: MtpLayer, *, block_tokens: int, **options: Any) -> None:
         own = target.forward
-        super().__init__(target, _as_model(layer, own.model), block_tokens=block_tokens, graphs=graphs)
+        super().__init__(target, _as_model(layer, own.model), block_tokens=block_tokens, **options)
         rows, forward, config = self.executor.rows, self.executor.forward, own.model.config
         rows.tokens_RT = target.rows.tokens_RT[:, 1:]  # at position p the layer reads token p + 1
         self.executor.sampler.ahead = 1

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from armillary.engine.cache.kv_cache import KVCache
-from armillary.engine.cache.layer_groups import Group
+from armillary.engine.cache.layer_groups import Group as LayerGroup
 from armillary.engine.runner.device_state import block_shape
 from armillary.engine.runner.executor import FastExecutor
-from armillary.engine.runner.step_input import Step
+from armillary.engine.runner.step_input import Ints, Shape, Step
 from armillary.engine.scheduler.decision import Decision, PrefillChunk
 from armillary.engine.speculative.draft import Draft
 from armillary.errors import BadInput
 from armillary.model.transformer import Transformer
+from armillary.parallel.collectives import Group, all_reduce
 
 
 class DraftModel:
@@ -29,10 +30,19 @@ class DraftModel:
     lag = 0
     """positions that a pass stays behind the token it reads: 1 for a head on the model's hidden states"""
 
-    def __init__(self, target: FastExecutor, model: Transformer, *, block_tokens: int, graphs: bool | None) -> None:
+    def __init__(
+        self,
+        target: FastExecutor,
+        model: Transformer,
+        *,
+        block_tokens: int,
+        graphs: bool | None,
+        group: Group | None = None,
+    ) -> None:
+        """`group`: the ranks that each run it, where there are several."""
         _check(target, model)
         config, weight = model.config, next(model.parameters())
-        cache = KVCache(2, block_tokens, groups=(Group(layers=tuple(range(config.num_layers))),), prefix=False)
+        cache = KVCache(2, block_tokens, groups=(LayerGroup(layers=tuple(range(config.num_layers))),), prefix=False)
         blocks = (config.num_layers, 2, *block_shape(config, block_tokens))
         self.executor = self.make_executor(
             model,
@@ -43,6 +53,7 @@ class DraftModel:
             graphs=graphs,
             rows=target.rows.with_blocks(blocks, weight.dtype),
         )
+        self.group, self.target_rows = group, target.rows
         self.max_len = self.executor.encoder.max_model_len
         self.executor.encoder.tables_GRP = target.encoder.tables_GRP[:1]
         block = self.executor.rows.blocks[:, :1]
@@ -60,16 +71,30 @@ class DraftModel:
         if step.copies.size:
             self.executor.rows.copy_blocks(step.copies)
 
-    def propose(self, drafts: Items[Draft]) -> None:
-        """Write draft tokens into their rows."""
-        for decision in passes(drafts, self.executor.max_tokens, self.lag):
-            self.run(decision)
+    def encode(self, drafts: Items[Draft]) -> list[tuple[Shape, Ints]]:
+        """The passes that propose `drafts`."""
+        return [self.encoded(decision) for decision in passes(drafts, self.executor.max_tokens, self.lag)]
+
+    def encoded(self, decision: Decision) -> tuple[Shape, Ints]:
+        step = self.executor.encoder.encode(decision)
+        return step.shape, step.ints
+
+    def propose(self, step: Step) -> None:
+        """Run the passes of a step: its draft tokens are then in their rows. Several ranks run the same passes and take
+        the first one's tokens, since their kernels may differ."""
+        for shape, ints in step.passes:
+            self.executor.steps.run(shape, True, ints)
+        if self.group is not None:
+            rows, positions, _ = self.target_rows.send(step.drafts).long().unbind()  # type: ignore[arg-type]
+            tokens = self.target_rows.tokens_RT[rows, positions]
+            shared = all_reduce(tokens if self.group.rank == 0 else torch.zeros_like(tokens), self.group)
+            self.target_rows.tokens_RT[rows, positions] = shared
 
     def run(self, decision: Decision) -> None:
-        """One pass."""
+        """One pass, to time it."""
         with torch.inference_mode():
-            step = self.executor.encoder.encode(decision)
-            self.executor.steps.run(step.shape, True, step.ints)
+            shape, ints = self.encoded(decision)
+            self.executor.steps.run(shape, True, ints)
 
 
 def passes(drafts: Items[Draft], most: int, lag: int = 0) -> Iterator[Decision]:

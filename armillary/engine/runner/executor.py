@@ -72,8 +72,11 @@ class Proposer(Protocol):
     def take(self, step: Step) -> None:
         """Follow the changes that a step makes to KV blocks."""
 
-    def propose(self, drafts: Items[Draft]) -> None:
-        """Write draft tokens into their rows."""
+    def encode(self, drafts: Items[Draft]) -> list[tuple[Shape, Ints]]:
+        """The passes that propose `drafts`."""
+
+    def propose(self, step: Step) -> None:
+        """Run the passes of a step: its draft tokens are then in their rows."""
 
 
 class FastExecutor:
@@ -180,7 +183,14 @@ class FastExecutor:
 
     def launch(self, decision: Decision) -> Launched:
         """Start a step; where constraints limit its tokens, they are sampled later by `draw`."""
-        return self._contained(lambda: self.run(self.encoder.encode(decision), decision))
+        return self._contained(lambda: self.run(self.encode(decision), decision))
+
+    def encode(self, decision: Decision) -> Step:
+        """The step, with the passes of the draft model before it."""
+        step = self.encoder.encode(decision)
+        if decision.drafts and self.draft_model is not None:
+            step.passes = self.draft_model.encode(decision.drafts)
+        return step
 
     def draw(self, launched: Launched) -> None:
         """Sample an `unsampled` step: its constraints know all earlier tokens now."""
@@ -211,7 +221,7 @@ class FastExecutor:
             self.draft_model.take(step)
         if step.drafts is not None:
             if self.draft_model is not None:
-                self.draft_model.propose(decision.drafts)
+                self.draft_model.propose(step)
             launched.drafts = self.rows.drafted(step)
         if step.prompts or step.pooled:
             inputs = inputs_of(step.shape, self.rows.send(step.ints))

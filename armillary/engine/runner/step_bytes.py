@@ -6,7 +6,7 @@ Nothing is pickled, so what a rank receives can only ever be a step.
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -68,9 +68,9 @@ class _Reader:
 
 
 def _step_header(step: Step) -> dict[str, Any]:
-    shape = step.shape
     return {
-        "shape": [shape.tokens, shape.rows, shape.groups, shape.decodes, shape.drafts, shape.adapters],
+        "shape": astuple(step.shape),
+        "passes": [astuple(shape) for shape, _ in step.passes],
         "sizes": [len(step.ints), step.table_updates.shape[1], step.copies.shape[1]],
         "drafts": None if step.drafts is None else step.drafts.shape[1],
         "admitted": [[new.row, len(new.tokens), new.floats, new.ints, new.adapter] for new in step.admitted],
@@ -88,6 +88,8 @@ def _step_arrays(step: Step) -> Iterator[bytes]:
             yield np.ascontiguousarray(array, dtype=np.int32).tobytes()
     for new in step.admitted:
         yield new.tokens
+    for _, ints in step.passes:
+        yield np.ascontiguousarray(ints, dtype=np.int32).tobytes()
 
 
 def _step(header: dict[str, Any], at: _Reader) -> Step:
@@ -98,6 +100,7 @@ def _step(header: dict[str, Any], at: _Reader) -> Step:
         Admitted(row=row, tokens=at.take(count), floats=tuple(floats), ints=tuple(numbers), adapter=adapter)
         for row, count, floats, numbers, adapter in header["admitted"]
     ]
+    shapes = [Shape(*sizes) for sizes in header["passes"]]
     return Step(
         shape=Shape(*header["shape"]),
         ints=ints,
@@ -109,6 +112,7 @@ def _step(header: dict[str, Any], at: _Reader) -> Step:
         prompts=[PromptLogprobs(**{**each, "targets": tuple(each["targets"])}) for each in header["prompts"]],
         pooled=[PooledTokens(**{**each, "pooling": _pooling(each["pooling"])}) for each in header["pooled"]],
         draws=header["draws"],
+        passes=[(shape, at.ints(shape.size)) for shape in shapes],
     )
 
 

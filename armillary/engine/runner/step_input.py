@@ -123,6 +123,7 @@ class Step:
     prompts: list[PromptLogprobs] = field(default_factory=list)
     pooled: list[PooledTokens] = field(default_factory=list)
     draws: bool = True
+    passes: list[tuple[Shape, Ints]] = field(default_factory=list)  # of the draft model, before the step's own
 
     def part(self, name: str) -> Ints:
         at, size = self.shape.parts()[name]

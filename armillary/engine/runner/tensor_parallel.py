@@ -258,7 +258,7 @@ class Leader:
         assert self.channel
 
     def launch(self, decision: Decision) -> Launched:
-        step = self.executor.encoder.encode(decision)
+        step = self.executor.encode(decision)
         masks = self.executor.masks(step, decision)
         self.channel.send(RankMessage(step=step, masks=masks))
         with torch.inference_mode():

@@ -104,7 +104,7 @@ class LengthController:
         """A step without prefill has ended."""
         factor = seconds / max(1e-9, self.expected_s(decodes, lengths))
         self.verify.learn(decodes + sum(lengths), factor)
-        if self.propose is not None and any(lengths):
+        if self.propose is not None and (any(lengths) or self.propose.is_relative):
             self.propose.learn(sum(length > 0 for length in lengths), factor)
         self._elapsed_s += seconds
 

@@ -15,7 +15,7 @@ class StepCosts:
     def __init__(self, measured: Mapping[int, float], *, is_relative: bool = False) -> None:
         """`is_relative`: only the proportions are known, until the first step."""
         assert measured, "nothing was measured"
-        self._is_relative = is_relative
+        self.is_relative = is_relative
         self._rows = sorted(measured)
         self._seconds = [measured[rows] for rows in self._rows]
         self._factors = [1.0] * len(self._rows)
@@ -34,8 +34,8 @@ class StepCosts:
 
     def learn(self, rows: int, factor: float) -> None:
         """A step of so many rows took `factor` times as long as expected."""
-        if self._is_relative:
-            self._is_relative, self._factors = False, [factor] * len(self._rows)
+        if self.is_relative:
+            self.is_relative, self._factors = False, [factor] * len(self._rows)
             factor = 1.0
         factor = min(_MOST, max(1 / _MOST, factor))
         near = min(range(len(self._rows)), key=lambda i: abs(self._rows[i] - rows))

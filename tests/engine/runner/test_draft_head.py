@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,23 +17,28 @@ from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.runner.draft_head import DraftHead
 from armillary.engine.runner.draft_model import passes
 from armillary.engine.runner.executor import FastExecutor
+from armillary.engine.runner.step_input import Step
 from armillary.engine.scheduler.invariants import check_idle
 from armillary.engine.speculative.draft import Draft
 from armillary.errors import BadInput, BadRecipe
 from armillary.model.layers.attention_forms import plain
 from armillary.model.multi_token import MtpLayer
 from armillary.model.transformer import Transformer
-from armillary.model.weights.hf_weights import save_model
+from armillary.model.weights.hf_weights import load_model, save_model
 from armillary.model.weights.mtp_weights import load_draft_head, save_draft_head
+from armillary.parallel.world import join_world
 from armillary.spec.tables.serve import Serve
 from armillary.training.draft_head import new_draft_head
 from tests.engine.fake import ask
 from tests.engine.runner.test_draft_model import SERVE, requests, same
 from tests.engine.runner.test_reference_executor import model
 from tests.engine.speculative.test_speculation import AnyLength
+from tests.engine.test_llm import TEXTS, folder  # noqa: F401
 from tests.model.families import random_model
 from tests.model.test_multi_token import SHAPE, with_mtp_layers
+from tests.ranks import Ranks
 
+PARAMS = [SamplingParams(temperature=0.0, max_tokens=12), SamplingParams(temperature=1.0, seed=3, max_tokens=12)]
 SIZES = [("multi-query", 200_000), ("multi-query", 30_000), ("latent", 30_000), ("hybrid", 200_000)]
 
 
@@ -85,11 +91,15 @@ def test_draft_tokens_are_those_of_the_plain_layer(name: str) -> None:
     assert isinstance(executor, FastExecutor) and isinstance(executor.draft_model, DraftHead)
     propose = executor.draft_model.propose
 
-    def noted(drafts: list[Draft]) -> None:
-        propose(drafts)
-        for draft in drafts:
-            made = executor.rows.tokens_RT[draft.row, draft.start : draft.start + draft.count]
-            seen.append((list(draft.sequence.tokens), made.tolist()))
+    def noted(step: Step) -> None:
+        propose(step)
+        assert step.drafts is not None
+        rows, positions, _ = step.drafts
+        for row in set(rows.tolist()):
+            start, end = positions[rows == row].min(), positions[rows == row].max() + 1
+            seen.append(
+                (executor.rows.tokens_RT[row, :start].tolist(), executor.rows.tokens_RT[row, start:end].tolist())
+            )
 
     executor.draft_model.propose = noted  # type: ignore[method-assign, assignment]
     engine.generate([ask(f"r{i}", range(2, 3 + 5 * i), 16, ignore_eos=True, temperature=0.0) for i in range(4)])
@@ -121,17 +131,17 @@ def test_passes_stay_one_position_behind() -> None:
 
 def test_a_head_in_the_models_folder_is_found(tmp_path: Path) -> None:
     target = model("multi-query")
-    head, folder = head_of(target), tmp_path / "model"
-    save_model(target, folder)
+    head, where = head_of(target), tmp_path / "model"
+    save_model(target, where)
     with pytest.raises(BadInput, match="no draft head beside it; train one with armillary train RECIPE --draft-for"):
-        LLM(folder, Serve(**SERVE, speculate="mtp"), dtype="fp32", device="cpu")
-    save_draft_head(head, target.config, folder, {"steps": 1})
-    found = load_draft_head(folder, dtype="fp32", device="cpu")
+        LLM(where, Serve(**SERVE, speculate="mtp"), dtype="fp32", device="cpu")
+    save_draft_head(head, target.config, where, {"steps": 1})
+    found = load_draft_head(where, dtype="fp32", device="cpu")
     assert found is not None
     for name, parameter in head.named_parameters():
         assert torch.equal(parameter, found.get_parameter(name)), name
     answers = [
-        LLM(folder, Serve(**SERVE, **more), dtype="fp32", device="cpu").generate(
+        LLM(where, Serve(**SERVE, **more), dtype="fp32", device="cpu").generate(
             [[3, 4, 5, 3, 4, 5]], SamplingParams(max_tokens=12, temperature=0.0)
         )
         for more in ({}, {"speculate": "mtp"})
@@ -141,10 +151,10 @@ def test_a_head_in_the_models_folder_is_found(tmp_path: Path) -> None:
 
 def test_a_checkpoints_own_layer_drafts(tmp_path: Path) -> None:
     """DeepSeek-V3's, named after the last layer."""
-    folder = tmp_path / "deepseek"
-    with_mtp_layers(folder, random_model("deepseek_v3", 1, **SHAPE))
+    where = tmp_path / "deepseek"
+    with_mtp_layers(where, random_model("deepseek_v3", 1, **SHAPE))
     plain_llm, llm = (
-        LLM(folder, Serve(**SERVE | more), dtype="fp32", device="cpu") for more in ({}, {"speculate": "mtp"})
+        LLM(where, Serve(**SERVE | more), dtype="fp32", device="cpu") for more in ({}, {"speculate": "mtp"})
     )
     force(llm.engine)
     prompts = [[3, 4, 5, 6], list(range(2, 30))]
@@ -161,3 +171,24 @@ def test_what_a_head_cannot_do_is_refused() -> None:
     target = model("multi-query")
     with pytest.raises(BadInput, match="no layer for multi-token prediction"):
         make_engine(target, None, Serve(**SERVE, speculate="mtp"))
+
+
+def drafting_together(where: str, draft: str) -> list[list[int]]:
+    """On each rank: greedy and seeded answers with a draft model, or with a head."""
+    table = Serve(**SERVE | ({"draft": draft} if draft else {"speculate": "mtp"}))
+    with join_world("cpu") as world, LLM(where, table, world=world, dtype="fp32") as llm:
+        force(llm.engine)
+        if world.rank:
+            return [[llm.follow()]]
+        made = [llm.generate(TEXTS, params)[i].tokens for params in PARAMS for i in range(len(TEXTS))]
+        return [*made, [llm.engine.scheduler.totals.accepted]]
+
+
+@pytest.mark.parametrize("small_model", [False, True])
+def test_two_ranks_draft_together(ranks: Ranks, folder: Path, tmp_path: Path, small_model: bool) -> None:  # noqa: F811
+    where = Path(shutil.copytree(folder, tmp_path / "m"))
+    save_draft_head(head_of(load_model(where)), load_model(where).config, where, {})
+    first, second = ranks.run(2, drafting_together, str(where), str(folder) if small_model else "")
+    alone = LLM(folder, Serve(**SERVE), device="cpu", dtype="fp32")
+    assert first[:-1] == [alone.generate(TEXTS, params)[i].tokens for params in PARAMS for i in range(len(TEXTS))]
+    assert first[-1][0] > 0 and second[0][0] > 5
