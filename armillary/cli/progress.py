@@ -39,6 +39,8 @@ class LineBar(Bar):
         self.live: dict[str, object] = {}
         self.began = time.monotonic()
         self.next_line = self.began + FIRST_LINE_S
+        self.first: tuple[float, float] | None = None  # units done and time at the first call: the start of the rate
+        self.printed: tuple[float, dict[str, object]] | None = None
 
     def update(self, n: float = 1, **live: object) -> None:
         self.at(self.done + n, None, **live)
@@ -46,19 +48,29 @@ class LineBar(Bar):
     def at(self, done: float, total: float | None = None, **live: object) -> None:
         self.done, self.total = done, total or self.total
         self.live |= live
+        if self.first is None or done < self.first[0]:  # a stage that counts anew
+            self.first = done, time.monotonic()
         if time.monotonic() >= self.next_line:
             self._print()
 
     def __exit__(self, *_: object) -> None:
-        if time.monotonic() - self.began >= FIRST_LINE_S:
+        if time.monotonic() - self.began >= FIRST_LINE_S and self.printed != (self.done, self.live):
             self._print()
 
     def _print(self) -> None:
         now = time.monotonic()
         self.next_line = now + LINE_EVERY_S
         parts = [f"{self.what} {amount_text(self.done, self.total, self.unit)}", *live_texts(self.live)]
-        parts.append(f"{seconds_text(now - self.began)} elapsed")
+        parts.append(f"{seconds_text(now - self.began)} elapsed{self._left_text(now)}")
         print("  ".join(parts), file=sys.stderr, flush=True)
+        self.printed = self.done, dict(self.live)
+
+    def _left_text(self, now: float) -> str:
+        """', about 38 s left' at the speed so far; '' until two calls have shown a speed."""
+        done, since = self.first or (0.0, now)
+        if not self.total or self.done >= self.total or self.done <= done or now <= since:
+            return ""
+        return f", about {seconds_text((now - since) / (self.done - done) * (self.total - self.done))} left"
 
 
 class RichBar(Bar):

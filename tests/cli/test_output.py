@@ -127,11 +127,23 @@ def test_a_log_gets_a_line_now_and_then(capsys: Capture, monkeypatch: pytest.Mon
             bar.update(1, loss=2.5)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
-        "train 8/100 step  loss 2.5  2 s elapsed",
-        "train 48/100 step  loss 2.5  12 s elapsed",
-        "train 88/100 step  loss 2.5  22 s elapsed",
+        "train 8/100 step  loss 2.5  2 s elapsed, about 23 s left",
+        "train 48/100 step  loss 2.5  12 s elapsed, about 13 s left",
+        "train 88/100 step  loss 2.5  22 s elapsed, about 3 s left",
         "train 100/100 step  loss 2.5  25 s elapsed",
     ]
+
+
+def test_a_last_line_is_not_said_twice(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    with Output().progress("train", total=2, unit="step") as bar:
+        now += 3
+        bar.at(1)
+        now += 30
+        bar.at(2)
+        now += 1
+    assert capsys.readouterr().err.splitlines() == ["train 1/2 step  3 s elapsed", "train 2/2 step  33 s elapsed"]
 
 
 def test_short_work_leaves_no_line_in_a_log(capsys: Capture) -> None:
