@@ -26,7 +26,9 @@ FREE_TABLES = ("report.", "cost.", "traffic.", "objective.")
 
 
 @verb
-@click.argument("subject", metavar="PLAN|RECIPE|RUN", shell_complete=completion.runs)
+@click.argument("subject", metavar="PLAN|RECIPE|RUN", required=False, shell_complete=completion.runs)
+@click.option("--model", metavar="M", help="Instead of a plan: a model, on --on.", shell_complete=completion.models)
+@click.option("--on", metavar="HARDWARE", help="Devices for --model, like h100x64 or dgx-h200x8.")
 @click.option("--to", default="docx,xlsx,pdf,pptx,html,md", show_default=True, help="Formats, separated by commas.")
 @click.option("--out", "folder", type=click.Path(path_type=Path), help="Folder of the documents.  [default: report]")
 @click.option("--for", "purpose", type=click.Choice(["train", "serve", "both"]), help="What the plan is for.")
@@ -34,7 +36,9 @@ FREE_TABLES = ("report.", "cost.", "traffic.", "objective.")
 def report(
     out: Output,
     home: Home,
-    subject: str,
+    subject: str | None,
+    model: str | None,
+    on: str | None,
     to: str,
     folder: Path | None,
     purpose: str | None,
@@ -42,15 +46,23 @@ def report(
 ) -> None:
     """Write a plan as Word, Excel, PDF, PowerPoint, HTML and Markdown.
 
-    PLAN is a plan.json, RECIPE a .toml file, RUN a run, whose measurements are shown next to the plan. Company, logo,
-    currency, date format and templates are keys of [report]: --set report.company=ACME.
+    PLAN is a plan.json, RECIPE a .toml file, RUN a run, whose measurements are shown next to the plan; --model M --on
+    HARDWARE plans as `armillary plan` does. Company, logo, currency, date format and templates are keys of [report]:
+    --set report.company=ACME.
     """
     from armillary.documents.plan_report import build_report
     from armillary.documents.write import read_formats, write_documents
 
     formats = read_formats(to)
+    if (subject is None) == (model is None):
+        raise BadInput("give a recipe, a plan or a run, or --model with --on, like --model llama-3-8b --on h100x8")
+    if subject is not None and on is not None:
+        raise BadInput("--on is for --model; change the devices of a recipe by --set hardware.on=h100x8")
     with out.progress("report", total=len(formats) + 1, unit="file") as bar:
-        facts = _facts(out, home, subject, purpose, overrides)
+        if model is not None:
+            facts = _of_model(out, home, model, on, purpose, overrides)
+        else:
+            facts = _facts(out, home, str(subject), purpose, overrides)
         built = build_report(facts)
         bar.update(1)
         paths = write_documents(built, formats, folder or Path("report"), lambda name: bar.update(1))
@@ -76,6 +88,23 @@ def _facts(out: Output, home: Home, subject: str, purpose: str | None, overrides
     from armillary.store.runs import find_run
 
     return _of_run(out, home, find_run(home, subject), purpose, overrides)
+
+
+def _of_model(
+    out: Output, home: Home, model: str, on: str | None, purpose: str | None, overrides: tuple[str, ...]
+) -> PlanFacts:
+    """What `armillary plan --model --on` plans; to train, with the layout that it finds."""
+    from armillary.cli.plan.options import read_recipe
+    from armillary.cli.plan.plan import priced
+    from armillary.documents.facts import gather
+
+    wanted = _wanted(purpose) or ("train",)
+    recipe = read_recipe(None, model, on, None, None, overrides)
+    if "train" in wanted:
+        flags = {"sequence": None, "batch_tokens": None, "lora": None, "overrides": overrides}
+        problem, _, _ = priced(out, home, {"recipe": None, "model": model, "on": on, **flags})
+        recipe = problem.recipe
+    return gather(recipe, model_config(out, home, recipe), find_cluster(recipe), home, wanted)
 
 
 def _of_recipe(out: Output, home: Home, path: Path, purpose: str | None, overrides: tuple[str, ...]) -> PlanFacts:

@@ -38,6 +38,23 @@ def test_a_recipe_in_two_formats(cli: Cli, recipe: Path, tmp_path: Path) -> None
     assert cheaper["figures"]["run_cost"]["value"] < answer["figures"]["run_cost"]["value"]
 
 
+def test_a_model_on_devices_is_what_plan_plans(cli: Cli, tmp_path: Path) -> None:
+    asked = ("--model", "llama-3-8b", "--on", "h100x8")
+    out = ("--to", "md", "--out", str(tmp_path), "--json")
+    trained = cli("report", *asked, *out).json
+    planned = cli("plan", *asked, "--json").json["plan"]["predicted"]
+    assert trained["figures"]["run_cost"]["value"] == pytest.approx(planned["run_usd"])
+    served = cli("report", *asked, "--for", "serve", *out).json
+    serving = cli("plan", *asked, "--for", "serve", "--json").json["predicted"]
+    assert served["figures"]["serving_devices"]["value"] == serving["devices"]
+
+
+@pytest.mark.parametrize("args", [(), ("job.toml", "--model", "gpt2"), ("job.toml", "--on", "h100x8")])
+def test_a_report_is_of_one_thing(cli: Cli, args: tuple[str, ...]) -> None:
+    ran = cli("report", *args)
+    assert ran.code == 2 and "--model" in ran.err and ran.err.count("\n") == 1
+
+
 def test_a_plan_and_a_run(cli: Cli, home: Home, recipe: Path, tmp_path: Path) -> None:
     printed = cli("plan", str(recipe), "--json")
     (tmp_path / "plan.json").write_text(printed.out)

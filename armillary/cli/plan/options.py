@@ -134,6 +134,7 @@ def _with_usual(
 ) -> tuple[Recipe, list[str]]:
     """Defaults for sequence and batch, and a batch that divides evenly."""
     from armillary.planning.training.resolve_recipe import dividing_batch, usual_sequence
+    from armillary.spec.tables.train import TrainJob
 
     said_s = sequence is not None or recipe.train.sequence > 1
     length = recipe.train.sequence if said_s else usual_sequence(config)
@@ -141,6 +142,8 @@ def _with_usual(
     batch, note = dividing_batch(wanted, length, cluster.num_devices)
     train = replace(recipe.train, sequence=length, batch_tokens=batch)
     notes = [] if said_s else [f"sequences of {length:,} tokens were assumed; --sequence says otherwise"]
+    if train.steps == TrainJob().steps:
+        notes.append(f"{train.steps:,} steps were assumed; --set train.steps=100000 says otherwise")
     return replace(recipe, train=train), [*notes, *([note] if note else [])]
 
 

@@ -61,7 +61,8 @@ def _load_numpy() -> None:
 plan = PlanGroup(
     "plan",
     help="Predict memory, step time, cost and layout before anything runs.\n\n"
-    "`armillary plan RECIPE` or `armillary plan --model M --on h100x64` predicts one plan.",
+    "`armillary plan RECIPE` or `armillary plan --model M --on h100x64` predicts one plan; "
+    "`armillary plan predict --help` lists what it takes.",
 )
 
 

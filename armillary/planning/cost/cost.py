@@ -143,6 +143,7 @@ class TrainingCost:
     run_usd: float
     million_trained_tokens_usd: float
     run_s: float
+    steps: int
     device_hour_usd: float
 
 
@@ -159,6 +160,7 @@ def training_cost(
         step_usd=step_usd,
         run_usd=step_usd * steps,
         run_s=wall * steps,
+        steps=steps,
         million_trained_tokens_usd=step_usd / batch_tokens * 1e6,
         device_hour_usd=usd_per_device_hour,
     )

@@ -32,7 +32,7 @@ def training_rows(cost: TrainingCost) -> list[tuple[str, str]]:
             f"{dollars_text(cost.million_trained_tokens_usd)} per million tokens, "
             f"at {dollars_text(cost.device_hour_usd)} per device-hour",
         ),
-        ("run", f"{seconds_text(cost.run_s)}, time lost to failures included"),
+        ("run", f"{seconds_text(cost.run_s)} for {cost.steps:,} steps, time lost to failures included"),
     ]
 
 

@@ -28,6 +28,7 @@ from armillary.spec.layout import Layout, Precision
 from armillary.spec.model import ModelConfig
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_dict
+from armillary.spec.tables.serve import Traffic
 from armillary.spec.toml.fields import to_plain
 from armillary.store.home import Home
 
@@ -82,6 +83,11 @@ class ServingPlan:
 
     def notes(self) -> tuple[str, ...]:
         notes, dtypes = list(self.assumed), self.chosen.dtypes
+        if self.recipe.traffic == Traffic():
+            notes.append(
+                "this traffic was assumed; --set traffic.requests_per_s=10 --set traffic.tokens_in=1024 --set "
+                "traffic.tokens_out=256 plans another"
+            )
         needed, available = self.chosen.devices, self.request.cluster.num_devices
         if needed > available:
             notes.append(

@@ -11,6 +11,7 @@ from math import log2
 from typing import TYPE_CHECKING
 
 from armillary.errors import BadInput
+from armillary.machine.cores import BUSY_CORES
 from armillary.planning.device_model.correction import load_correction
 from armillary.planning.device_model.frameworks import OURS, OURS_BY_LAYER, OURS_ON_CPU, Software, has_fused_block
 from armillary.planning.device_model.measured_peaks import cpu_peaks, measured_peaks, with_measured_links
@@ -76,7 +77,7 @@ def resolve(
     recipe = replace(recipe, layout=replace(recipe.layout, precision=resolved.dtype))
     cluster, measured, share, notes = _devices(with_measured_links(home, cluster), recipe.layout, home)
     recorded = recorded_peaks(cluster.chip) if measured is None else None
-    notes = (*notes, *_measured_links(cluster.tiers), *_recorded(cluster.chip, recorded))
+    notes = (*notes, *_measured_links(cluster.tiers), *_recorded(cluster.chip, recorded), *_disturbed(measured))
     adapters = read_lora(lora, model) if lora is not None else lora_of(model, job)
     correction = load_correction(home, cluster.chip.name) if is_corrected else None
     if correction is not None:
@@ -134,6 +135,17 @@ def _recorded(chip: Chip, recorded: Peaks | None) -> tuple[str, ...]:
         return ()
     title = f"no {chip.title} was measured here: its ceilings are those that another one reached on {recorded.date}"
     return (f"{title}; armillary bench ceilings measures yours",)
+
+
+def _disturbed(measured: Peaks | None) -> tuple[str, ...]:
+    """A note where other work ran while the ceilings of a CPU were measured."""
+    busy = float(measured.about.get("other_cores") or 0.0) if measured is not None else 0.0
+    if measured is None or busy <= BUSY_CORES:
+        return ()
+    return (
+        f"other work kept {busy:.1f} cores busy when this machine was measured ({measured.date}): real steps are "
+        "likely faster; armillary bench ceilings measures again",
+    )
 
 
 def _measured_links(tiers: Sequence[Tier]) -> tuple[str, ...]:

@@ -209,6 +209,7 @@ def test_a_table_is_judged(cli: Cli, tmp_path: Path) -> None:
         (("plan", *SMALL, "--set", "layout.tp=3"), "try --set layout.tp="),
         (("plan", *SMALL, "--set", "cost.usd_per_device_hour=-1"), "must be at least 0"),
         (("plan", *SMALL, "--sequence", "0"), "train.sequence=0"),
+        (("plan", *SMALL, "--set", "train.steps=-5"), "train.steps='-5' is negative"),
         (("plan", *SMALL, "--batch-tokens", "many"), "is not a number"),
         (("plan", *SMALL, "--sequence", "4096", "--batch-tokens", "512"), "batch"),
         (("plan", "search", "--model", "llama-3.1-405b", "--on", "a100x8"), "no layout of llama-3.1-405b fits"),

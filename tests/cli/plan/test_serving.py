@@ -23,6 +23,11 @@ def test_the_page_answers_in_the_order_a_person_asks(cli: Cli) -> None:
     assert places == sorted(places) and "$/M tokens" in out
 
 
+def test_traffic_that_nobody_named_is_said(cli: Cli) -> None:
+    unsaid = cli("plan", "--model", "llama-3.1-8b", "--on", "h100x8", "--for", "serve").out
+    assert "this traffic was assumed" in unsaid and "was assumed" not in cli(*SERVE).out
+
+
 def test_json_holds_gauges_and_every_way(cli: Cli) -> None:
     found = cli(*SERVE, "--json").json
     assert found["for"] == "serve" and set(found["predicted"]) <= set(GAUGES)

@@ -48,3 +48,12 @@ def test_a_probe_says_how_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     points = [{"dtype": "fp32", "flops": 100e9}, {"dtype": "bf16", "flops": 60e9}]
     save_peaks(home, new_peaks(device_name("cpu")).with_points(PROBE, points))
     assert bf16_over_fp32(problem(home)) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(("other_cores", "is_said"), [(1.7, True), (0.1, False), (None, False)])
+def test_a_machine_measured_beside_other_work_is_said(other_cores: float | None, is_said: bool, tmp_path: Path) -> None:
+    home = Home.at(tmp_path)
+    peaks = new_peaks(device_name("cpu"), {"other_cores": other_cores})
+    peaks = peaks.with_points("gemm", [{"m": 512, "n": 512, "k": 512, "dtype": "fp32", "flops": 1e11}])
+    save_peaks(home, peaks.with_points("copy", [{"bytes": 2**26, "bytes_per_s": 1e10}]))
+    assert any("kept 1.7 cores busy" in note for note in problem(home).notes) == is_said
