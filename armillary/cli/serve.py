@@ -90,7 +90,7 @@ def serve(
         asked = replace(asked, serve=replace(asked.serve, draft=str(drafts.folder)))
     from armillary.cli.serve_run_folder import choose_layout, recorded, resolve_dtype, resolve_threads
     from armillary.profiling.dtypes.choice import with_dtype
-    from armillary.serving.http.server import listen_options
+    from armillary.serving.http.server import bind, listen_options
     from armillary.serving.openai.promotion import followed_alias
     from armillary.serving.openai.run_server import serve as run
     from armillary.serving.processes.engine_ipc import EngineConfig
@@ -101,6 +101,8 @@ def serve(
         raise BadInput(f"serve.role={asked.serve.role} serves one version; name it, or set serve.registry_poll_s=0")
     if follow is not None:  # clients keep one name while versions change
         source = replace(source, name=follow.release.name)
+    listen = listen_options(host, port, asked.serve)
+    bind(listen).close()  # a port in use is said before there is a run
     dtype = resolve_dtype(home, source, asked, device)
     say(dtype.warning or f"dtype {dtype.reason or f'{dtype.dtype}: as asked'}")
     if devices is not None:
@@ -114,7 +116,6 @@ def serve(
     threads = resolve_threads(home, source, asked, dtype, tp=tp, device=device, say=say)
     if threads is not None:
         say(f"threads {threads.reason or f'{threads.count}: as asked'}")
-    listen = listen_options(host, port, asked.serve)
     with recorded(
         home,
         source,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from armillary.store.home import Home
+from armillary.store.runs import list_runs
 from tests.conftest import Ran
 from tests.fork_server import ForkServer
 from tests.serving.tiny import make_folder
@@ -43,6 +46,12 @@ def test_what_is_wrong_is_one_line(
     monkeypatch.chdir(tmp_path)
     ran = cli("serve", *words)
     assert ran.code == 2 and ran.err.count("\n") == 1 and said in ran.err and "; " in ran.err, ran.err
+
+
+def test_a_port_in_use_is_said_before_a_run_begins(cli: Cli, folder: Path, home: Home) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ran = cli("serve", str(folder), "--port", str(taken.getsockname()[1]))
+    assert ran.code == 2 and "cannot listen on" in ran.err and list_runs(home) == []
 
 
 def test_keys_are_read_from_a_file(cli: Cli, folder: Path, tmp_path: Path) -> None:

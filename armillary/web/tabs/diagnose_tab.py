@@ -19,7 +19,7 @@ from armillary.report.page import items, scrolling, section, table
 from armillary.store.home import Home
 from armillary.store.runs import Run, find_run, list_runs
 from armillary.web.form import Field, Query, View
-from armillary.web.tabs.runs_tab import NO_RUNS, run_names
+from armillary.web.tabs.runs_tab import NO_RUNS, newest, run_names
 
 
 class DiagnoseTab:
@@ -88,7 +88,7 @@ def _run(query: Query, home: Home) -> Run:
     known = list_runs(home)
     if not known:
         raise BadInput("there is no run; armillary train starts one")
-    return known[0]
+    return newest(known)
 
 
 def _verdict(run: Run, diagnosis: Diagnosis) -> str:

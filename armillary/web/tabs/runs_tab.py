@@ -44,6 +44,11 @@ def run_names(home: Home) -> list[str]:
     return [run.id for run in list_runs(home)[:SHOWN_RUNS]]
 
 
+def newest(known: Sequence[Run]) -> Run:
+    """The newest run that goes on or measured something; one that failed before it began shows nothing."""
+    return next((run for run in known if run.progress.is_running or run.gauges.is_file()), known[0])
+
+
 def fields(query: Query, home: Home) -> list[Field]:
     names = run_names(home)
     return [
@@ -69,7 +74,7 @@ def view(query: Query, home: Home) -> View:
 def _picked(query: Query, name: str, home: Home, known: Sequence[Run], errors: dict[str, str]) -> Run | None:
     text = query.get(name, "").strip()
     if not text:
-        return known[0] if name == "run" else None
+        return newest(known) if name == "run" else None
     try:
         return find_run(home, text)
     except ArmillaryError as error:
