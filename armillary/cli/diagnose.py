@@ -229,6 +229,7 @@ def _others(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     return [
         ("also", finding.says)
         for finding in rest
+        if finding.says not in diagnosis.headline
         if finding.share >= 0.02
         or finding.cause == "memory_pressure"
         or any(lever.at_most is not None for lever in finding.levers)  # only a trial tells what it gains

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
     from armillary.serving.load.run import LoadReport, LoadTest
     from armillary.serving.load.sender import Watch
 
+ABOVE_0 = click.FloatRange(0, min_open=True)
+
 
 @verb
 @click.argument("url")
 @click.option("--recipe", type=click.Path(path_type=Path), help="Its [traffic], [objective], [load] and [cost].")
-@click.option("--rate", type=float, metavar="R", help="Open loop: requests per second.")
-@click.option("--clients", type=int, metavar="N", help="Closed loop: N clients that wait for their answers.")
-@click.option("--duration", type=float, metavar="S", help="Seconds that are measured, after the warm-up.")
+@click.option("--rate", type=ABOVE_0, metavar="R", help="Open loop: requests per second.")
+@click.option("--clients", type=click.IntRange(1), metavar="N", help="Closed loop: N clients that wait for answers.")
+@click.option("--duration", type=ABOVE_0, metavar="S", help="Seconds that are measured, after the warm-up.")
 @click.option("--search", is_flag=True, help="Search the highest rate that is sustained.")
 @click.option("--page", type=click.Path(path_type=Path, dir_okay=False), help="Write a report with plots there (HTML).")
 @click.option("--key", default="", help="API key.")

@@ -325,7 +325,7 @@ def _open_files() -> Check:
     return _warn_unless(
         soft >= _LOW_FILES or soft == resource.RLIM_INFINITY,
         "open files",
-        f"{soft:,} (may be raised to {hard:,})",
+        f"{soft:,}" + (f" (may be raised to {hard:,})" if soft < hard else ""),
         means="many ranks, shards or connections may run out",
         fix=f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}",
     )

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from armillary.errors import ArmillaryError, BadInput, NotFound, unknown
+from armillary.errors import ArmillaryError, BadInput, NotFound, nearest, unknown
 from armillary.spec.toml.fields import to_plain
 from armillary.store import nan_safe_json
 from armillary.store.atomic import Taken, staged_folder, write_json, write_text
@@ -298,7 +298,9 @@ def find_run(home: Home, name: str) -> Run:
             return run
     if not runs:
         raise NotFound(f"no run '{name}': there is none in {home.runs} yet; armillary train starts one")
-    raise unknown("run", name, run_names(runs), where=f"armillary runs lists {len(runs)}")
+    names = run_names(runs)
+    options = names if nearest(name, names) else [run.name for run in runs]
+    raise unknown("run", name, options, where=f"armillary runs lists {len(runs)}")
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:

@@ -23,3 +23,7 @@ def test_an_imported_recipe_can_be_planned(cli: Cli, tmp_path: Path) -> None:
     assert cli("plan", str(recipe), "--json").json["plan"]["layout"]["dp"] == 8
     refused = cli(*asked)
     assert refused.code == 2 and "already there" in refused.err
+
+
+def test_a_file_that_is_not_there(cli: Cli, tmp_path: Path) -> None:
+    assert f"no file {tmp_path / 'no.json'}" in cli("import", str(tmp_path / "no.json")).err

@@ -24,8 +24,8 @@ DEFINITIONS = {
     "(coordinated omission)",
     "percentile": "the smallest value that at least that percentage of all values does not exceed",
     "throughput": "tokens that arrived, and requests completed, in the measured window, per second",
-    "goodput": "requests per second that met every objective; a request's ITL is the 99th percentile of its own "
-    "gaps, and one without any text misses an objective for TTFT",
+    "goodput": "requests per second, of those sent in the window, that met every objective; a request's "
+    "ITL is the 99th percentile of its own gaps, and one without any text misses an objective for TTFT",
     "±": "95 % confidence interval over the repeats (Student's t); a percentile's is that of its mean over repeats",
     "sustained": "objectives hold at p99 from due times, no request fails, and requests in flight do not grow",
     "cost": "price per hour over tokens per hour at this load: prompts and completions together, and completions alone",
@@ -92,7 +92,7 @@ def rate_rows(report: LoadReport, usd_per_hour: float | None = None) -> list[tup
 
 
 def _goodput(report: LoadReport) -> str:
-    rate = _number(over_runs(report, lambda s: s.goodput_requests_per_s), "requests/s")
+    rate = _number(over_runs(report, lambda s: s.goodput_requests_per_s), "requests/s") + " of those offered"
     share = over_runs(report, lambda s: s.slo_met_fraction).mean
     has_objective = any(value is not None for value in to_plain(report.test.objective).values())
     return (

@@ -27,8 +27,10 @@ def read_configuration(path: Path, given: Given, kind: str | None = None) -> Imp
         raise BadRecipe(f"{path} ends in none of {', '.join(SUFFIXES)}; say what it is with --from {'|'.join(READERS)}")
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError:
-        raise NotFound(f"{path} cannot be read; name a file of {kind}") from None
+    except FileNotFoundError:
+        raise NotFound(f"no file {path}; name the configuration of {kind}") from None
+    except OSError as error:
+        raise NotFound(f"{path} cannot be read ({error.strerror}); name the configuration of {kind}") from None
     except UnicodeDecodeError:
         raise BadRecipe(f"{path} is not text in UTF-8; save it as UTF-8") from None
     return READERS[kind](text, given)

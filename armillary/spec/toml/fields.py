@@ -113,6 +113,8 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
     try:
         return _CONVERTERS[hint](value)
     except (ValueError, TypeError, OverflowError, BadInput):
+        if hint is int and str(value).strip().startswith("-"):
+            raise BadInput(f"{where}={value!r} is negative; write a whole number like 8 or 16M") from None
         raise BadInput(f"{where}={value!r} is not {_PLAIN[hint]}") from None
 
 
