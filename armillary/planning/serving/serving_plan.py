@@ -28,7 +28,7 @@ from armillary.spec.layout import Layout, Precision
 from armillary.spec.model import ModelConfig
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_dict
-from armillary.spec.tables.serve import Traffic
+from armillary.spec.tables.traffic import Traffic
 from armillary.spec.toml.fields import to_plain
 from armillary.store.home import Home
 
