@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from armillary.kernels.attention.attention import BLOCK
-from armillary.kernels.core.launch import on, power_of_two
+from armillary.kernels.core.launch import ceil_div, on, power_of_two
 
 _LONGEST_BLOCK = 8192
+_CHUNK, _MOST_CHUNKS = 1024, 16  # tokens of a program, at least, and programs of a row
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,21 @@ def document_runs(documents_BT: Tensor, *, ends: bool = True) -> Runs:
     batch, length = documents.shape
     short, begin, run, end, run_end = (torch.empty_like(documents, dtype=torch.int32) for _ in range(5))
     block = min(_LONGEST_BLOCK, max(32, power_of_two(length)))
+    chunk = min(block, max(_CHUNK, power_of_two(length) // _MOST_CHUNKS))
     if documents.numel():
         with on(documents):
-            runs_kernel[(batch,)](
-                documents, short, begin, run, end, run_end, length, BLOCK=block, ENDS=ends, num_warps=16
+            runs_kernel[(batch, ceil_div(length, chunk))](
+                documents,
+                short,
+                begin,
+                run,
+                end,
+                run_end,
+                length,
+                BLOCK=block,
+                CHUNK=chunk,
+                ENDS=ends,
+                num_warps=16,
             )
     return Runs(short, begin, run, end, run_end)
 
@@ -55,43 +67,45 @@ def _smaller(a, b):
 
 @triton.jit
 def runs_kernel(
-    doc_ptr, short_ptr, begin_ptr, run_ptr, end_ptr, run_end_ptr, T, BLOCK: tl.constexpr, ENDS: tl.constexpr
+    doc_ptr,
+    short_ptr,
+    begin_ptr,
+    run_ptr,
+    end_ptr,
+    run_end_ptr,
+    T,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ENDS: tl.constexpr,
 ):
-    """One program per row: does any number decrease; then starts from the left, then ends from the right."""
-    row = tl.program_id(0).to(tl.int64) * T
-    index = tl.arange(0, BLOCK)
-    blocks = tl.cdiv(T, BLOCK)
-    falls = tl.zeros((BLOCK,), tl.int32)
-    for i in range(blocks):
-        at = i * BLOCK + index
-        inside = (at > 0) & (at < T)
-        doc = tl.load(doc_ptr + row + at, mask=at < T, other=0)
-        tl.store(short_ptr + row + at, doc.to(tl.int32), mask=at < T)
-        before = tl.load(doc_ptr + row + at - 1, mask=inside, other=0)
-        doc = tl.where(inside, doc, 0)
-        falls = tl.maximum(falls, tl.where(doc < before, 1, 0))
-    broken = tl.max(falls, 0) > 0
-    latest = tl.zeros((1,), tl.int32)
-    for i in range(blocks):
-        at = i * BLOCK + index
+    """One program per CHUNK tokens of a row: over the whole row, does any number decrease, where does the run begin
+    that reaches into the chunk, and where does the one end that leaves it; then starts and ends inside."""
+    row, first = tl.program_id(0).to(tl.int64) * T, tl.program_id(1) * CHUNK
+    falls, latest, soonest = 0, 0, T
+    for i in range(tl.cdiv(T, BLOCK)):
+        at = i * BLOCK + tl.arange(0, BLOCK)
         inside = (at > 0) & (at < T)
         doc = tl.load(doc_ptr + row + at, mask=inside, other=0)
         before = tl.load(doc_ptr + row + at - 1, mask=inside, other=0)
-        run = tl.maximum(tl.associative_scan(tl.where(doc != before, at, 0), 0, _larger), latest)
-        tl.store(run_ptr + row + at, run, mask=at < T)
-        tl.store(begin_ptr + row + at, tl.where(broken, 0, run), mask=at < T)
-        latest = tl.maximum(latest, tl.max(run, 0))
-    soonest = tl.zeros((1,), tl.int32) + T
-    for i in range(blocks if ENDS else 0):
-        at = (blocks - 1 - i) * BLOCK + index
-        inside = at + 1 < T
-        doc = tl.load(doc_ptr + row + at, mask=inside, other=0)
-        after = tl.load(doc_ptr + row + at + 1, mask=inside, other=0)
-        ends = tl.associative_scan(tl.where(doc != after, at + 1, T), 0, _smaller, reverse=True)
-        run_end = tl.minimum(ends, soonest)
+        falls = tl.maximum(falls, tl.max(tl.where(doc < before, 1, 0), 0))
+        latest = tl.maximum(latest, tl.max(tl.where((doc != before) & (at <= first), at, 0), 0))
+        if ENDS:
+            soonest = tl.minimum(soonest, tl.min(tl.where((doc != before) & (at >= first + CHUNK), at, T), 0))
+    broken = falls > 0
+    at = first + tl.arange(0, CHUNK)
+    own = tl.load(doc_ptr + row + at, mask=at < T, other=0)
+    tl.store(short_ptr + row + at, own.to(tl.int32), mask=at < T)
+    before = tl.load(doc_ptr + row + at - 1, mask=(at > 0) & (at < T), other=0)
+    starts = tl.where((own != before) & (at > 0) & (at < T), at, 0)
+    run = tl.maximum(tl.associative_scan(starts, 0, _larger), latest)
+    tl.store(run_ptr + row + at, run, mask=at < T)
+    tl.store(begin_ptr + row + at, tl.where(broken, 0, run), mask=at < T)
+    if ENDS:
+        after = tl.load(doc_ptr + row + at + 1, mask=at + 1 < T, other=0)
+        ends = tl.where((own != after) & (at + 1 < T), at + 1, T)
+        run_end = tl.minimum(tl.associative_scan(ends, 0, _smaller, reverse=True), soonest)
         tl.store(run_end_ptr + row + at, run_end, mask=at < T)
         tl.store(end_ptr + row + at, tl.where(broken, T, run_end), mask=at < T)
-        soonest = tl.minimum(soonest, tl.min(run_end, 0))
 
 
 # T queries, S keys, X and Y blocks of queries and keys

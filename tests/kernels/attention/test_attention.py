@@ -124,7 +124,7 @@ def test_document_runs(rows: list[list[int]], ascending: bool) -> None:
     from armillary.kernels.attention import mask_triton as module
 
     documents = torch.tensor([sorted(row) if ascending else row for row in rows])
-    with patch.object(module, "_LONGEST_BLOCK", 32):  # several blocks a row
+    with patch.object(module, "_LONGEST_BLOCK", 32), patch.object(module, "_CHUNK", 16):  # several of both a row
         runs = module.document_runs(documents)
     for row, found in enumerate(documents.tolist()):
         broken = found != sorted(found)
