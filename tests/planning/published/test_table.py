@@ -193,7 +193,7 @@ def test_a_row_is_held_against_the_figure_it_publishes() -> None:
 
 @pytest.mark.parametrize("text", ["every second matmul", "every second layer"])
 def test_every_second_matmul_is_half_of_a_full_recompute(text: str) -> None:
-    (row,) = (row for row in read_table(UNSEEN) if row["model"] == "LLAMA2-13B" and row["recompute"] == text)
+    row = next(row for row in read_table(UNSEEN) if row["model"] == "LLAMA2-13B" and row["recompute"] == text)
     none, half, full = (
         ready(dict(row) | {"recompute": recompute}, fitted=False) for recompute in ("none", text, "full")
     )
@@ -204,8 +204,8 @@ def test_every_second_matmul_is_half_of_a_full_recompute(text: str) -> None:
 
 def test_rows_of_sources_that_are_in_no_fit_stay_within_the_stated_error() -> None:
     """Tables that were found after the planner was fitted: benchmarks/planning_accuracy.md tells what was learnt."""
-    found = evaluate_table(UNSEEN).summary
-    assert found["rows"] == 55 and found["mape"] <= 0.10 and found["median"] <= 0.07
+    found = evaluate_table(UNSEEN, ["complete"]).summary
+    assert found["rows"] == 68 and found["mape"] <= 0.10 and found["median"] <= 0.07
     assert 0.85 <= found["inside"] <= 0.95
 
 
