@@ -76,6 +76,14 @@ def seconds_text(value: float) -> str:
     return f"{days} d {hours} h"
 
 
+def duration_text(value: float) -> str:
+    """As seconds_text, but minutes with their name, where 2:05 may be taken for a time of day or a plain number."""
+    if not 60 <= value < 3600:
+        return seconds_text(value)
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min" + (f" {rest} s" if rest else "")
+
+
 def parse_count(text: str | float | int) -> int:
     """'16M' -> 16,000,000; '32_768' -> 32,768; '64GiB' and '80GB' -> bytes; '7B' is seven billion."""
     if isinstance(text, int | float):

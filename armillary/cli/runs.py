@@ -20,7 +20,7 @@ from armillary.store.home import Home
 from armillary.store.run_events import read_events
 from armillary.store.run_state import RunState
 from armillary.store.runs import Run, find_run, list_runs
-from armillary.units import seconds_text
+from armillary.units import duration_text, seconds_text
 
 if TYPE_CHECKING:
     from armillary.diagnosis.evidence.stragglers import Straggler
@@ -193,8 +193,8 @@ def _suggested(measured: MeasuredFailures) -> dict[str, Any]:
 
 
 def _ago(then: float) -> str | None:
-    return f"{seconds_text(max(0.0, time.time() - then))} ago" if then else None
+    return f"{duration_text(max(0.0, time.time() - then))} ago" if then else None
 
 
 def _took(state: RunState) -> str | None:
-    return seconds_text(max(0.0, state.updated - state.started)) if state.started else None
+    return duration_text(max(0.0, state.updated - state.started)) if state.started else None

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from datetime import date, timedelta
 
-from armillary.units import bandwidth_text, bytes_text, count_text, flops_per_s_text, scaled, seconds_text
+from armillary.units import bandwidth_text, bytes_text, count_text, duration_text, flops_per_s_text, scaled
 
 SYMBOLS = {"USD": "$", "EUR": "€", "GBP": "£", "JPY": "¥", "CNY": "CN¥", "INR": "₹", "KRW": "₩"}
 EPOCH = date(1899, 12, 30)
@@ -119,7 +119,7 @@ def _text(value: float, unit: str) -> str:
         case "s":
             if value == 0:
                 return "0 s"
-            return _duration(value) if value > 0 else f"−{_duration(-value)}"
+            return duration_text(value) if value > 0 else f"−{duration_text(-value)}"
         case "days" | "years":
             return f"{value:,.{3 if unit == 'days' and 0 < value < 1 else 1}f} {unit}"
         case "hours" | "W":
@@ -141,14 +141,6 @@ def _text(value: float, unit: str) -> str:
         case "×":
             return f"{value:.2f} ×"
     return f"{value:,.4g} {unit}".rstrip()
-
-
-def _duration(seconds: float) -> str:
-    """As units.seconds_text, but minutes with their name: documents are read without its context."""
-    if not 60 <= seconds < 3600:
-        return seconds_text(seconds)
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min" + (f" {rest} s" if rest else "")
 
 
 def excel_date(date_format: str) -> str:

@@ -31,7 +31,7 @@ from armillary.planning.training.training_plan import TrainingPlan
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.layout_rules.placement import placement
 from armillary.spec.toml.fields import to_plain
-from armillary.units import bytes_text, count_text, flops_text, scaled, seconds_text
+from armillary.units import bytes_text, count_text, duration_text, flops_text, scaled, seconds_text
 
 LABEL, WIDTH = 20, 118
 GLUE = "\N{NO-BREAK SPACE}"
@@ -139,7 +139,7 @@ def offload_rows(prediction: Prediction, i: int = 0) -> list[tuple[str, str]]:
 def interval_text(prediction: Prediction, i: int = 0) -> str:
     """'90 % of such steps take 1.1 s to 1.4 s'."""
     within = prediction.step_interval(i)
-    return f"9 of 10 such steps take {seconds_text(within.low)} to {seconds_text(within.high)}"
+    return f"9 of 10 such steps take {duration_text(within.low)} to {duration_text(within.high)}"
 
 
 def step_text(prediction: Prediction, i: int = 0) -> str:
@@ -149,11 +149,11 @@ def step_text(prediction: Prediction, i: int = 0) -> str:
         for array in (time.compute, time.exposed, time.comm, time.bubble, time.overhead, time.total)
     )
     parts = (
-        f"compute {seconds_text(compute)}",
-        f"comm exposed {seconds_text(exposed)} of {seconds_text(comm)}",
-        f"bubble {seconds_text(bubble)}",
-        f"overhead {seconds_text(overhead)}",
-        f"→ {seconds_text(total)}",
+        f"compute {duration_text(compute)}",
+        f"comm exposed {duration_text(exposed)} of {duration_text(comm)}",
+        f"bubble {duration_text(bubble)}",
+        f"overhead {duration_text(overhead)}",
+        f"→ {duration_text(total)}",
     )
     return "  ".join(glued(part) for part in parts)
 

@@ -23,7 +23,7 @@ from armillary.spec.recipe import Recipe, load_recipe
 from armillary.spec.tables.train import TrainJob
 from armillary.store.home import Home
 from armillary.store.runs import find_run
-from armillary.units import bytes_text, count_text, seconds_text
+from armillary.units import bytes_text, count_text, duration_text, seconds_text
 
 if TYPE_CHECKING:
     from armillary.store.runs import Run
@@ -175,7 +175,7 @@ def _open_run(
         origin = f"new run {run.id}"
     job, planned = begun.recipe.train, begun.plan.predicted
     out.say(
-        f"planned {seconds_text(planned['step_s'])}/step, {bytes_text(planned['memory_peak_bytes'])}/device · "
+        f"planned {duration_text(planned['step_s'])}/step, {bytes_text(planned['memory_peak_bytes'])}/device · "
         f"{origin} · {job.steps:,} steps of {count_text(job.batch_tokens)} tokens · {_saves(job, planned['step_s'])} · "
         f"{end_text(begun, run)}"
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from armillary.cli.output import Output, path_text
 from armillary.spec.plan import Plan
 from armillary.store.runs import Run
-from armillary.units import bytes_text, scaled, seconds_text
+from armillary.units import bytes_text, duration_text, scaled
 
 if TYPE_CHECKING:
     from armillary.training.run_lifecycle import Trained
@@ -99,7 +99,8 @@ def _error(planned: float | None, measured: float | None) -> str | None:
 def split_text(step: int, gauges: dict[str, float], planned: Any) -> str:
     """One line on where the time of a recorded step went."""
     parts = [
-        f"{name.removesuffix('_s').replace('_', ' ')} {seconds_text(gauges[name])}" + _plan(planned, name, seconds_text)
+        f"{name.removesuffix('_s').replace('_', ' ')} {duration_text(gauges[name])}"
+        + _plan(planned, name, duration_text)
         for name in _SPLIT
     ]
     return f"step {step}, recorded: " + "  ".join(parts)

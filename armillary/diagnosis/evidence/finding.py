@@ -7,7 +7,7 @@ from typing import Any, Literal
 from armillary.diagnosis.readings.reading import Reading
 from armillary.spec.gauges import GAUGES, RENAMED, Loop
 from armillary.spec.plan import Plan
-from armillary.units import bytes_text, count_text, dollars_text, scaled, seconds_text
+from armillary.units import bytes_text, count_text, dollars_text, duration_text, scaled
 
 Cause = Literal[
     # inner loop: one device
@@ -137,7 +137,7 @@ def value_text(gauge: str, value: float) -> str:
     known = GAUGES.get(RENAMED.get(gauge, gauge))
     unit = known.unit if known is not None else ""
     by_unit: dict[str, Callable[[float], str]] = {
-        "s": lambda x: seconds_text(x) if x else "0 s",
+        "s": lambda x: duration_text(x) if x else "0 s",
         "B": bytes_text,
         "fraction": lambda x: f"{100 * x:.3g} %",
         "USD": dollars_text,
