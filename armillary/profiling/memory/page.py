@@ -1,11 +1,12 @@
 """The memory bench as one HTML page: curves with the levels found in them, BLAS under the roofline, tables."""
 
 from collections.abc import Sequence
-from math import ceil, floor, log10
+from math import ceil, floor, inf, log10
 
 from armillary.profiling.memory.measure import TRANSLATION, MemoryBench
 from armillary.profiling.memory.plateaus import Curve, Plateau
 from armillary.profiling.memory.published import compared
+from armillary.report.bars import series_bars
 from armillary.report.charts import LINE_FRAMES, SERIES_COLOURS, Axes, Frame, drawing, mark
 from armillary.report.page import document, heading, note, paragraph, section, table
 from armillary.report.rooflines import DevicePeaks, Operation, rooflines
@@ -55,14 +56,27 @@ def _levels(curve: Curve, levels: Sequence[Plateau]) -> str:
             f"y2='{axes.y(level.seconds):.1f}' stroke='{SERIES_COLOURS[1]}' stroke-width='5' opacity='0.55'/>"
             for level in levels
         ]
-        ends = [mark(frame, axes.x(level.bytes), bytes_text(level.bytes)) for level in levels if level.bytes]
-        return axes.grid(bytes_text, latency_text, "bytes") + "".join(results) + line + "".join(ends)
+        ends = _ends(frame, [(axes.x(level.bytes), bytes_text(level.bytes)) for level in levels if level.bytes])
+        return axes.grid(bytes_text, latency_text, "bytes") + "".join(results) + line + ends
 
     rows = [
         [str(i + 1), latency_text(level.seconds), "–" if level.bytes is None else bytes_text(level.bytes)]
         for i, level in enumerate(levels)
     ]
     return drawing(draw, "latency over working set", LINE_FRAMES) + table(["level", "latency", "holds"], rows)
+
+
+_BETWEEN_TEXTS = 75.0
+
+
+def _ends(frame: Frame, places: Sequence[tuple[float, str]]) -> str:
+    """A dashed line where each level ends; two that are close have one text, of the first."""
+    parts, last = [], -inf
+    for x, text in places:
+        near = x - last < _BETWEEN_TEXTS
+        parts.append(mark(frame, x) if near else mark(frame, x, text))
+        last = last if near else x
+    return "".join(parts)
 
 
 def _decades(values: Sequence[float]) -> list[float]:
@@ -114,7 +128,18 @@ def _units(peaks: Peaks) -> str:
     if not rows:
         return ""
     text = note(_NEEDS_SASS) if any(row[0].startswith("FFMA") for row in rows) else ""
-    return section("Instructions, atomics and barriers", table(["what", "threads", "each", "cycles"], rows) + text)
+    drawn = "".join(_cycle_bars(peaks, kind) for kind in ("shared memory", "FFMA"))
+    heads = ["what", "threads", "each", "cycles"]
+    return section("Instructions, atomics and barriers", drawn + table(heads, rows) + text)
+
+
+def _cycle_bars(peaks: Peaks, kind: str) -> str:
+    """Bank conflicts by stride, FFMA by source registers: cycles of each, where they were measured."""
+    points = [point for point in peaks.points.get("sync", ()) if point["what"].startswith(kind)]
+    bars = [(point["what"].partition(", ")[2], [point["beside"]["cycles"]]) for point in points]
+    if not bars:
+        return ""
+    return paragraph(f"Cycles: {kind}.") + series_bars(bars, ("cycles",), label=f"cycles, {kind}", text="{:.1f}".format)
 
 
 _NEEDS_SASS = (

@@ -114,3 +114,25 @@ def test_a_part_that_fails_is_named_on_the_page_and_leaves_the_others(
     html = memory_page(bench)
     assert "Not measured" in html and "RuntimeError: no such instruction" in html and "and more" not in html
     assert "the second one hangs" in html
+
+
+def test_cycles_of_instructions_are_drawn() -> None:
+    points = [
+        {"what": what, "threads": 32, "seconds": 1e-9, "beside": {"cycles": cycles}}
+        for what, cycles in (("shared memory, stride 1", 29.0), ("shared memory, stride 32", 92.5), ("barrier", 20.0))
+    ]
+    html = memory_page(MemoryBench(peaks=new_peaks("NVIDIA H200").with_points("sync", points)))
+    assert "Cycles: shared memory." in html and ">92.5<" in html and "Cycles: FFMA" not in html
+
+
+@pytest.mark.gpu
+def test_every_part_is_measured_on_a_gpu(tmp_path: Path) -> None:
+    device = torch.device("cuda")
+    bench = measure.measure_memory(device, quick=True, only=("latency", "translation", "units"), folders=(tmp_path,))
+    assert bench.failed == {}
+    levels = [point["seconds"] for point in bench.peaks.points["latency"] if point["level"] in ("L1", "L2", "memory")]
+    assert len(levels) >= 3 and levels[0] < levels[-1]
+    cycles = {point["what"]: point["beside"]["cycles"] for point in bench.peaks.points["sync"]}
+    assert cycles["shared memory, stride 32"] > 1.5 * cycles["shared memory, stride 1"]
+    assert cycles["shared memory, stride 33"] < 1.5 * cycles["shared memory, stride 1"]
+    assert cycles["FFMA, 1 source registers, 8 chains"] < cycles["FFMA, 1 source registers, 1 chains"]
