@@ -193,7 +193,9 @@ def _suggested(measured: MeasuredFailures) -> dict[str, Any]:
 
 
 def _ago(then: float) -> str | None:
-    return f"{duration_text(max(0.0, time.time() - then))} ago" if then else None
+    """'38 s ago', '29 min ago': past the first minute seconds do not matter."""
+    passed = max(0.0, time.time() - then)
+    return f"{duration_text(passed if passed < 60 else passed // 60 * 60)} ago" if then else None
 
 
 def _took(state: RunState) -> str | None:
