@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from armillary.engine.build import make_engine
+from armillary.engine.cache.kv_offload import OffloadCosts
 from armillary.engine.engine import Engine
 from armillary.engine.llm import LLM
 from armillary.engine.request.sampling_params import SamplingParams
@@ -81,12 +82,16 @@ def one_by_one(target: Transformer, head: MtpLayer, tokens: list[int], count: in
     return drafts[len(tokens) :]
 
 
-@pytest.mark.parametrize("name", ["multi-query", "latent"])
-def test_draft_tokens_are_those_of_the_plain_layer(name: str) -> None:
-    """Over a prompt computed in chunks, after rejected and accepted drafts, and from its own hidden states."""
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("multi-query", {}), ("latent", {}), ("multi-query", {"kv_bytes": 24_000, "kv_host_bytes": 200_000})],
+)
+def test_draft_tokens_are_those_of_the_plain_layer(name: str, more: dict[str, Any]) -> None:
+    """Over a prompt computed in chunks, after rejected and accepted drafts, from its own hidden states, and from a
+    prefix cache, in host memory too."""
     target = model(name)
     head = head_of(target, noise=0.1)
-    engine, seen = forced(target, head), []
+    engine, seen = forced(target, head, **more), []
     executor = engine.loop.executor
     assert isinstance(executor, FastExecutor) and isinstance(executor.draft_model, DraftHead)
     propose = executor.draft_model.propose
@@ -102,9 +107,16 @@ def test_draft_tokens_are_those_of_the_plain_layer(name: str) -> None:
             )
 
     executor.draft_model.propose = noted  # type: ignore[method-assign, assignment]
-    engine.generate([ask(f"r{i}", range(2, 3 + 5 * i), 16, ignore_eos=True, temperature=0.0) for i in range(4)])
+    offload = engine.scheduler.cache.offload
+    if offload is not None:
+        offload.costs = OffloadCosts(block_s=0.0)
+    for _ in range(2):
+        for i in range(4):
+            prompt = range(2 + i, 3 + 6 * i)
+            engine.generate([ask(f"r{i}", prompt, 16, ignore_eos=True, temperature=0.0)])
     totals = engine.scheduler.totals
     assert len(seen) > 10 and totals.drafted > totals.accepted
+    assert offload is None or offload.num_loaded > 0
     for tokens, made in seen:
         assert made == one_by_one(target, head, tokens, len(made))
 
