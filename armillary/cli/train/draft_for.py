@@ -24,6 +24,7 @@ _PRECISIONS = ("fp32", "tf32", "bf16")
 def train_draft_head(out: Output, home: Home, recipe: Recipe, name: str, *, device: str | None) -> dict[str, Any]:
     """On one device, with the recipe's data, steps, rates, micro-batch and precision."""
     from armillary.model.device import fit_threads, pick_device
+    from armillary.model.weights.hf_layout import mtp_rules
     from armillary.model.weights.mtp_weights import save_draft_head
     from armillary.training.draft_head import HeadTrainer
     from armillary.training.step.numerics import numerics
@@ -36,6 +37,11 @@ def train_draft_head(out: Output, home: Home, recipe: Recipe, name: str, *, devi
     )
     if source.folder is None or source.release is not None:
         raise BadInput(f"{name} is no folder or run to write a draft head into; give the run or the folder it is from")
+    mtp_rules(model.config, 0)  # refuses a family whose tensors have no names here, before anything is trained
+    if model.config.num_recurrent_layers:
+        raise BadInput(
+            f"{name} has recurrent states, which cannot go back over rejected draft tokens; take another model"
+        )
     data = _open_data(out, home, recipe, source.folder, model.config.vocab)
     options: dict[str, Any] = {"micro_batch": recipe.layout.micro_batch, "precision": precision}
     with numerics(tf32=precision == "tf32", deterministic=recipe.train.deterministic):
