@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from armillary.engine.scheduler.settings import Settings
+from armillary.planning.simulation.fleet_case import fleet_case
 from armillary.planning.simulation.replayed_requests import Arrival, Prompts
 from armillary.planning.simulation.simulated_drafts import drafting_of
 from armillary.planning.simulation.simulated_engine import System
 from armillary.planning.simulation.simulated_replica import Served, SimulatedReplica
 from armillary.planning.simulation.step_cost import StepCost
+from armillary.spec import catalogue
+from armillary.spec.recipe import recipe_from_dict
+from armillary.store.home import Home
 
 COST = StepCost(base_s=0.02, prefill_s=1e-4, decode_s=1e-4, waits=True)
 SMALL = StepCost(base_s=0.001, prefill_s=1e-5, decode_s=1e-5, waits=True)
@@ -47,3 +52,12 @@ def test_good_drafts_make_tokens_faster_and_as_many() -> None:
 def test_bad_drafts_are_given_up() -> None:
     plain, slow = serve(None)[0], serve(0.02)[0]
     assert tpot(slow) < 1.15 * tpot(plain)
+
+
+def test_a_draft_head_costs_one_layer(tmp_path: Path) -> None:
+    recipe = recipe_from_dict({"model": {"name": "llama-3-8b"}, "serve": {"speculate": "mtp"}})
+    case = fleet_case(recipe, catalogue.model("llama-3-8b").config, catalogue.cluster("h100x1"), Home.at(tmp_path))
+    drafting = case.system.drafting
+    assert drafting is not None and drafting.propose_s is not None
+    layer_and_head = (0.22 + 2 * 0.53) / 8.03  # billions of weights
+    assert drafting.propose_s[1] / drafting.verify_s[1] < 1.5 * layer_and_head
