@@ -84,6 +84,12 @@ def duration_text(value: float) -> str:
     return f"{minutes} min" + (f" {rest} s" if rest else "")
 
 
+def ago_text(then: float, now: float) -> str:
+    """'38 s ago', '29 min ago': past the first minute seconds do not matter."""
+    passed = max(0.0, now - then)
+    return f"{duration_text(passed if passed < 60 else passed // 60 * 60)} ago"
+
+
 def parse_count(text: str | float | int) -> int:
     """'16M' -> 16,000,000; '32_768' -> 32,768; '64GiB' and '80GB' -> bytes; '7B' is seven billion."""
     if isinstance(text, int | float):

@@ -52,6 +52,8 @@ def import_(
         target.write_text(text, encoding="utf-8")
     out.table("taken over", ["key", "value", "recipe"], [[row.theirs, row.value, row.ours] for row in imported.mapped])
     out.table("left out", ["key", "value", "why"], [[row.theirs, row.value, row.reason] for row in imported.left_out])
+    if not imported.mapped:
+        out.warn(f"{file} has no key of {kind or 'such a configuration'} that a recipe has; --from says what it is")
     for note in imported.notes:
         out.say(f"note: {note}")
     out.say(path_text(target) if target else f"\n{text}")

@@ -20,7 +20,7 @@ from armillary.store.home import Home
 from armillary.store.run_events import read_events
 from armillary.store.run_state import RunState
 from armillary.store.runs import Run, find_run, list_runs
-from armillary.units import duration_text, seconds_text
+from armillary.units import ago_text, duration_text, seconds_text
 
 if TYPE_CHECKING:
     from armillary.diagnosis.evidence.stragglers import Straggler
@@ -193,9 +193,7 @@ def _suggested(measured: MeasuredFailures) -> dict[str, Any]:
 
 
 def _ago(then: float) -> str | None:
-    """'38 s ago', '29 min ago': past the first minute seconds do not matter."""
-    passed = max(0.0, time.time() - then)
-    return f"{duration_text(passed if passed < 60 else passed // 60 * 60)} ago" if then else None
+    return ago_text(then, time.time()) if then else None
 
 
 def _took(state: RunState) -> str | None:

@@ -27,3 +27,9 @@ def test_an_imported_recipe_can_be_planned(cli: Cli, tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there(cli: Cli, tmp_path: Path) -> None:
     assert f"no file {tmp_path / 'no.json'}" in cli("import", str(tmp_path / "no.json")).err
+
+
+def test_a_file_with_no_key_that_is_known_says_so(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "empty.json").write_text("{}")
+    answer = cli("import", str(tmp_path / "empty.json"), "--model", "llama-3-8b")
+    assert answer.code == 0 and "has no key of" in answer.err

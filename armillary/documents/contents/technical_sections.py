@@ -81,11 +81,10 @@ def capacity_section(facts: PlanFacts, figures: Figures) -> Section | None:
         series=[("bytes", [figures.amount(f"serving_{name}") for name in ("weights", "kv", "working")])],
         limit=("memory of a device", figures.amount("serving_memory")),
     )
-    notes = [Bullets(texts=list(plan.notes()))] if plan.notes() else []
     return Section(
         key="capacity",
         title="Serving capacity and SLOs",
-        blocks=[Paragraph(text=text), table, chart, *notes],
+        blocks=[Paragraph(text=text), table, chart],
         points=[text],
     )
 

@@ -85,8 +85,7 @@ class ServingPlan:
         notes, dtypes = list(self.assumed), self.chosen.dtypes
         if self.recipe.traffic == Traffic():
             notes.append(
-                "this traffic was assumed; --set traffic.requests_per_s=10 --set traffic.tokens_in=1024 --set "
-                "traffic.tokens_out=256 plans another"
+                "this traffic was assumed; traffic.requests_per_s, traffic.tokens_in and traffic.tokens_out set another"
             )
         needed, available = self.chosen.devices, self.request.cluster.num_devices
         if needed > available:

@@ -15,7 +15,7 @@ from armillary.store.gauges import columns
 from armillary.store.goodput import account_of_run
 from armillary.store.home import Home
 from armillary.store.runs import Run, find_run, list_runs
-from armillary.units import bytes_text, scaled, seconds_text
+from armillary.units import ago_text, bytes_text, scaled, seconds_text
 from armillary.web.form import Field, Query, View
 
 NO_RUNS = "<p>There is no run yet: <code>armillary train recipes/tour.toml</code> starts one.</p>"
@@ -83,13 +83,15 @@ def _picked(query: Query, name: str, home: Home, known: Sequence[Run], errors: d
 
 
 def _list(known: Sequence[Run], picked: Sequence[Run]) -> str:
-    heads = "".join(f"<th>{head}</th>" for head in ("run", "model", "state", "step", "loss", "compare"))
+    heads = "".join(f"<th>{head}</th>" for head in ("run", "model", "state", "step", "loss", "started", "compare"))
     rows = []
     for run in known[:SHOWN_RUNS]:
         state = run.progress
         loss = f"{state.loss:.3f}" if state.loss is not None else "–"
         compare = urlencode({"tab": "runs", "run": picked[0].id if picked else run.id, "other": run.id})
-        cells = "".join(f"<td>{escape(str(text))}</td>" for text in (state.model, state.state, state.step_text(), loss))
+        started = ago_text(state.started, time.time()) if state.started else "–"
+        texts = (state.model, state.state, state.step_text(), loss, started)
+        cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
         rows.append(
             f"<tr><td><a href='?{escape(urlencode({'tab': 'runs', 'run': run.id}))}'>{escape(run.id)}</a></td>{cells}"
             f"<td><a href='?{escape(compare)}' aria-label='compare with {escape(run.name)}'>compare</a></td></tr>"
