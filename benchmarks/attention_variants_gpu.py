@@ -40,6 +40,7 @@ BOUND_BY_MEMORY = ("sinks, window 128",)
 OTHER_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "8k in 4 documents, a stage less": ("8k in 4 documents", {"DOCUMENTS_AHEAD": False}),
     "4 documents, a stage less": ("4 documents", {"DOCUMENTS_AHEAD": False}),
+    "sinks, window 128, three loops backward": ("sinks, window 128", {"ONE_LOOP_NARROW": False}),
     "sinks, window 128, a head per block": ("sinks, window 128", {"PACKED_NARROW": None}),
     **{
         f"sinks, window 128, {m} × {n}, {warps} warps": (

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from armillary.kernels.attention import tiles as tile_table
 from armillary.kernels.attention.attention import BLOCK, PLAIN, AttentionOptions, reference
 from armillary.kernels.attention.backward_triton import delta_kernel, key_kernel, query_kernel
 from armillary.kernels.attention.forward_triton import forward_kernel
 from armillary.kernels.attention.mask_triton import mask_arguments
-from armillary.kernels.attention.tiles import attention_tiles, can_copy, described
+from armillary.kernels.attention.tiles import attention_tiles, can_copy, described, is_narrow
 from armillary.kernels.core.launch import ceil_div, dense, on, power_of_two, unit_stride
 from armillary.kernels.core.requirements import note_once
 
@@ -185,6 +186,7 @@ def _attention_backward(
         )
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3])
         sizes = (T, S, N, N // K, *_scales(scale, softcap), window)
+        narrow = tile_table.ONE_LOOP_NARROW and is_narrow(q, window) and blocks is None and slopes is None
         tiles = attention_tiles("key", q, window=window)
         flags, mask, lists = mask_arguments(
             documents, blocks, window, softcap, causal, slopes, T, S, tiles.queries, ends=True
@@ -216,6 +218,7 @@ def _attention_backward(
             BLOCK_M=tiles.queries,
             BLOCK_N=tiles.keys,
             STAGES=tiles.stages,
+            NARROW=narrow,
             TMA=tma,
             num_warps=tiles.warps,
         )
@@ -246,6 +249,7 @@ def _attention_backward(
             BLOCK_M=tiles.queries,
             BLOCK_N=tiles.keys,
             STAGES=tiles.stages,
+            NARROW=narrow,
             TMA=tma,
             num_warps=tiles.warps,
         )

@@ -75,17 +75,35 @@ def _over_queries(
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
+    EACH: tl.constexpr = False,
+    first_block=0,
+    blocks=1,
+    q_head=0,
+    g_head=0,
 ):
+    """EACH: of every head from `head` on, `blocks` blocks from `first_block` on, so that the next head's queries are
+    loaded while this one's are computed; `q_head` and `g_head` are strides between heads."""
     precision: tl.constexpr = "tf32x3" if FP32 else "tf32"
     for step in tl.range(first, last, num_stages=STAGES):
-        if LISTED > 0:
+        member = 0
+        if EACH:
+            member = step // blocks
+            begin = (first_block + step - member * blocks) * BLOCK_M
+        elif LISTED > 0:
             begin = (tl.load(list_ptr + step // LISTED) * LISTED + step % LISTED) * BLOCK_M
         else:
             begin = step * BLOCK_M
         query = begin + tl.arange(0, BLOCK_M)
-        q = tile(q_src, q_stride, batch, head, begin, T, D, BLOCK_D, BLOCK_M, MASKED, TMA)
-        grad = tile(g_src, g_stride, batch, head, begin, T, D, BLOCK_D, BLOCK_M, MASKED, TMA)
-        if MASKED:
+        if EACH and not TMA:
+            q = tile(q_src + member * q_head, q_stride, batch, head, begin, T, D, BLOCK_D, BLOCK_M, MASKED, TMA)
+            grad = tile(g_src + member * g_head, g_stride, batch, head, begin, T, D, BLOCK_D, BLOCK_M, MASKED, TMA)
+        else:
+            q = tile(q_src, q_stride, batch, head + member, begin, T, D, BLOCK_D, BLOCK_M, MASKED, TMA)
+            grad = tile(g_src, g_stride, batch, head + member, begin, T, D, BLOCK_D, BLOCK_M, MASKED, TMA)
+        if EACH:
+            lse = tl.load(lse_ptr + member * T + query, mask=query < T, other=float("inf"))
+            delta = tl.load(delta_ptr + member * T + query, mask=query < T, other=0.0)
+        elif MASKED:
             lse = tl.load(lse_ptr + query, mask=query < T, other=float("inf"))
             delta = tl.load(delta_ptr + query, mask=query < T, other=0.0)
         else:
@@ -173,9 +191,11 @@ def key_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    NARROW: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """dK and dV of one block of keys and one KV head; the first blocks, which most queries see, come first."""
+    """dK and dV of one block of keys and one KV head; the first blocks, which most queries see, come first. NARROW: few
+    blocks of queries see a key, so all of them, of all heads, are one masked loop."""
     block, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch_row = batch.to(tl.int64)
     shift = S - T
@@ -205,7 +225,59 @@ def key_kernel(
     full_last = tl.maximum(full_first, part // BLOCK_M)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for member in range(group):
+    if NARROW:
+        head, blocks = kv_head * group, tl.maximum(last - first, 0)
+        q_src, g_src = q_ptr, grad_ptr
+        if not TMA:
+            q_src += batch_row * q_b + head * q_n
+            g_src += batch_row * g_b + head * g_n
+        row = (batch_row * N + head) * T
+        dk, dv = _over_queries(
+            dk,
+            dv,
+            k,
+            v,
+            key,
+            key_doc,
+            q_src,
+            g_src,
+            q_t,
+            g_t,
+            batch,
+            head,
+            lse_ptr + row,
+            delta_ptr + row,
+            doc_ptr,
+            list_ptr,
+            0,
+            group * blocks,
+            0.0,
+            scale2,
+            softcap,
+            T,
+            S,
+            window,
+            shift,
+            True,
+            CAUSAL,
+            WINDOW,
+            DOCS,
+            False,
+            CAPPED,
+            0,
+            FP32,
+            D,
+            BLOCK_D,
+            BLOCK_M,
+            STAGES,
+            TMA,
+            True,
+            first,
+            tl.maximum(blocks, 1),
+            q_n,
+            g_n,
+        )
+    for member in range(0 if NARROW else group):
         head = kv_head * group + member
         q_src, g_src = q_ptr, grad_ptr
         if not TMA:
@@ -557,9 +629,11 @@ def query_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    NARROW: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """dQ of one block of queries and one head; late blocks, which see most keys, come first."""
+    """dQ of one block of queries and one head; late blocks, which see most keys, come first. NARROW: few blocks of keys
+    are seen, so all of them are one masked loop."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head, batch = tl.program_id(1), tl.program_id(2)
     batch_row = batch.to(tl.int64)
@@ -680,7 +754,9 @@ def query_kernel(
             BLOCK_M,
             BLOCK_N,
         )
-        if WINDOW or DOCS:
+        if NARROW:
+            full_first, full_last = first, first
+        if (WINDOW or DOCS) and not NARROW:
             dq = _over_keys(
                 dq,
                 q,

@@ -77,15 +77,23 @@ PACKED_NARROW: AttentionTiles | None = AttentionTiles(128, 32, 8, 4, 49, pack=8)
 """forward, of heads that share keys under a narrow window: 16 tokens of 8 heads see 160 keys in five blocks, where 64
 tokens of one head see 192, so that half as much is read from L2 and a fifth less computed. None: one head per block.
 Not timed yet"""
+ONE_LOOP_NARROW = True
+"""backward, under a narrow window: all blocks that see each other in one masked loop, over the heads that share keys
+too; False: three loops of about one block each, per head. Not timed yet"""
 DOCUMENTS_AHEAD = True
 """forward, with document numbers: as many stages as without where no number is loaded, one less at the edges; False:
 one less everywhere. Not timed yet"""
 
 
+def is_narrow(q: Tensor, window: int) -> bool:
+    """Whether a block of queries sees few blocks of keys, in a dtype and size that narrow tiles are for."""
+    return 0 < window <= _NARROW and q.dtype != torch.float32 and q.shape[-1] <= 64
+
+
 def attention_tiles(kernel: str, q: Tensor, *, packed: bool = False, window: int = 0, group: int = 1) -> AttentionTiles:
     """For the 'forward' kernel, or the backward kernels of keys ('key') or queries ('query'); `packed`: rows of several
     documents; `group`: query heads that may share a block."""
-    if 0 < window <= _NARROW and kernel in _NARROW_TILES and q.dtype != torch.float32 and q.shape[-1] <= 64:
+    if is_narrow(q, window) and kernel in _NARROW_TILES:
         shared = PACKED_NARROW if kernel == "forward" else None
         return shared if shared is not None and group % shared.pack == 0 else _NARROW_TILES[kernel]
     table = _TILES[kernel, q.dtype == torch.float32]
