@@ -6,7 +6,7 @@ all-reduces. All are in engines.toml, the fitted ones with their source, their d
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,14 @@ class Rates:
     compute_rate: float = 1.0
     memory_rate: float = 1.0
     fixed_time: float = 1.0
+    one_row: float = 1.0
+    """kernels of a step that generates a single token over those of one with more rows"""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, zero = getattr(self, field.name), field.name.endswith(("_s", "_bytes", "_reread"))
+        for rate in fields(self):
+            value, zero = getattr(self, rate.name), rate.name.endswith(("_s", "_bytes", "_reread"))
             if not (value > 0 or (zero and value == 0)):
-                raise BadInput(f"{field.name}={value} must be above 0; see planning/serving/engines.toml")
+                raise BadInput(f"{rate.name}={value} must be above 0; see planning/serving/engines.toml")
 
     def dequantise(self, weights: str, compute: str) -> float:
         """Factor on the time to read weights that are stored in fewer bits than they are computed in."""
@@ -76,16 +78,18 @@ class Engine:
     source: str
     date: str
     command: str
+    facts: Mapping[str, float] = field(default_factory=dict)
+    """rates that were counted rather than fitted"""
 
     def __post_init__(self) -> None:
         if len(self.parameters) > MOST_PARAMETERS:
             raise BadInput(f"engine {self.name} declares {len(self.parameters)} parameters; keep {MOST_PARAMETERS}")
-        for name in self.parameters:
+        for name in (*self.parameters, *self.facts):
             if name not in Rates.__dataclass_fields__:
                 raise unknown("rate", name, Rates.__dataclass_fields__, where="planning/serving/engines.toml")
 
     def rates(self) -> Rates:
-        return replace(physics(), **dict(self.parameters))
+        return replace(physics(), **dict(self.parameters), **dict(self.facts))
 
 
 @cache

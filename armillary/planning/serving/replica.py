@@ -159,6 +159,8 @@ class Replica:
         parts = self._operations(self.forward.ops(tokens, logits, decoding=decoding))
         parts["attention_s"] = sum(self._attention_s(group) for group in local)
         parts["kernels_s"] += self.config.num_layers * self._kernel_s * len({group.queries for group in local})
+        if decoding and tokens == 1:
+            parts["kernels_s"] *= self.rates.one_row
         parts["comm_s"] = self.collectives.step_s(tokens)
         return self._with_host(EngineStepTime(**parts), parts["kernels_s"], decoding, self.calls(logits))
 

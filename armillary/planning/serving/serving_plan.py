@@ -184,7 +184,7 @@ def serving_request(recipe: Recipe, config: ModelConfig, cluster: Cluster, home:
 
 
 def _request(problem: TrainingProblem, cluster: Cluster, home: Home) -> Request:
-    recipe, measured = problem.recipe, problem.case.measured
+    recipe, measured = problem.recipe, problem.case.measured or problem.case.recorded
     if cluster.chip.kind == "cpu" and cluster.name == "here":  # a server is one process, however many ranks train
         measured, _ = cpu_peaks(home, cluster.chip, cluster.num_devices, 1)
     serve = replace(recipe.serve, dtype=_dtype(problem, cluster, home))

@@ -81,7 +81,7 @@ class TrainCase:
     measured_share: float = 1.0
     """share of those ceilings per device of the layout (processes that share a CPU)"""
     recorded: Peaks | None = None
-    """ceilings of another device of this chip, for the step time where nothing was measured"""
+    """ceilings of another device of this chip, where none was measured"""
     lora: Lora | None = None
     pure: bool = False
     """weights, gradients and moments are all in the working precision, without fp32 master weights"""

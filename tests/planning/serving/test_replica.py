@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.errors import BadInput, BadLayout
-from armillary.planning.serving.engines import physics
+from armillary.planning.serving.engines import own_rates, physics
 from armillary.planning.serving.forward_ops import Forward, Group, ServingDtypes, Split, check_split, sharded
 from armillary.planning.serving.replica import Replica
 from armillary.spec import catalogue
@@ -220,3 +220,15 @@ def test_fp16_is_computed_in_fp16() -> None:
     dtypes = serving_dtypes("fp16", chip)
     assert (dtypes.weights, dtypes.compute, dtypes.kv) == ("fp16", "fp16", "fp16")
     assert serving_dtypes("bf16", chip).compute == "bf16"
+
+
+def test_one_row_of_our_engine_runs_half_the_kernels() -> None:
+    """A single row has fused kernels of its own; steps of 229 rows took 14.2 and 6.37 ms (engine_h200.md)."""
+    steps = {
+        name: Replica(config=catalogue.model(name).config, cluster=catalogue.cluster("h200x1"), rates=own_rates())
+        for name in ("qwen3-8b", "qwen3-0.6b")
+    }
+    one, two = (steps["qwen3-8b"].decode(rows, 512).kernels_s for rows in (1, 2))
+    assert one == pytest.approx(two / 2)
+    assert steps["qwen3-8b"].decode(229, 727).total_s == pytest.approx(14.2e-3, rel=0.05)
+    assert steps["qwen3-0.6b"].decode(229, 728).total_s == pytest.approx(6.37e-3, rel=0.05)
