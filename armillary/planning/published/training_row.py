@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from armillary.errors import BadInput
-from armillary.planning.device_model.frameworks import Software
+from armillary.planning.device_model.frameworks import Software, declared
 from armillary.planning.device_model.vectorised_layouts import RECOMPUTES, SCHEDULES, Layouts, as_arrays
 from armillary.planning.published.row_case import Row, cluster_of, integer, model_of, number, second_token_layers
 from armillary.planning.training.memory_breakdown import memory
@@ -181,6 +181,7 @@ def _settings(row: Row, software: Software) -> Software:
     text = " ".join(row.get(name) or "" for name in ("model", "precision", "note", "source")).lower()
     drops = "tokendrop" in (row.get("model") or "").lower()  # fixed capacity: no shape synchronises with the host
     own = not attention or _OWN_ATTENTION.search(attention) is not None
+    torch_like = software.name not in declared() and _SHARDED.search(zero) is not None
     core = software.name == "Megatron-LM" and "standard" not in attention  # since Megatron-Core both are overlapped
     return replace(
         software,
@@ -190,9 +191,12 @@ def _settings(row: Row, software: Software) -> Software:
         fused_layers=software.fused_layers or _COMPILED.search(text) is not None,
         tp_overlap=software.tp_overlap or core or _ASYNC_TP.search(text) is not None,
         dp_overlap=software.dp_overlap or core,
+        stops_early=software.stops_early or torch_like,
     )
 
 
+_SHARDED = re.compile(r"fsdp|full_shard|shard_grad_op")
+"""torch's sharding, whose guides checkpoint without re-entrant autograd, or XLA's, which drops what nothing reads"""
 _OWN_ATTENTION = re.compile(r"\bte\b|cudnn|flash-?(attention-?)?3|pallas|splash")
 _COMPILED = re.compile(r"(?<!no )(?<!without )\bcompile")
 _BY_ROW = re.compile(r"row-?wise|per[- ]row")

@@ -164,6 +164,8 @@ def test_number_formats_by_what_tables_call_them(precision: str, name: str) -> N
         ({"note": "eager, no compile"}, "fused_layers", False),
         ({"zero_or_fsdp": "ZeRO-3"}, "flat_gathers", True),
         ({"zero_or_fsdp": "FSDP FULL_SHARD"}, "flat_gathers", False),
+        ({"zero_or_fsdp": "FSDP"}, "stops_early", True),
+        ({"zero_or_fsdp": "ZeRO-3"}, "stops_early", False),
     ],
 )
 def test_what_a_row_says_of_its_software(changes: dict[str, str], setting: str, value: object) -> None:
