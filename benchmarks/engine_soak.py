@@ -7,9 +7,10 @@ twice, and does memory grow?
 Clients stream completions of random weights, greedy and seeded, for the base and for every adapter. One in five leaves
 in the middle; all others must get the text that one engine on one rank gives without drafts, however often they have
 to ask because a rank was killed. A rank is killed every `--kill-s` seconds; the server starts the engine again.
-Memory is that of the server and of its ranks, each rank by its own life; growth is the slope from the median of the
-second quarter of a life to that of its last, in MB per minute. The last line is all figures as JSON; the exit code is 1
-where a token is wrong, a request is left in the engine, or the server's memory grows by more than `--most-growth`.
+Memory is that of the server and of its ranks, each rank from when the engine is ready to its end; growth is the slope
+from the median of the second quarter of that time to that of its last, in MB per minute. The last line is all figures
+as JSON; the exit code is 1 where a token is wrong, a request is left in the engine, or the server's memory grows by
+more than `--most-growth`.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ class Memory:
         self.samples: dict[int, list[tuple[float, int]]] = {}
 
     def look(self) -> None:
-        for pid in (self.server.process.pid, *ranks_of(self.server)):
+        for pid in (self.server.process.pid, *(ranks_of(self.server) if self.server.ready() else ())):
             try:
                 pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             except OSError:

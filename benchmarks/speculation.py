@@ -54,6 +54,11 @@ class Models:
     device: str
     dtype: Literal["fp32", "bf16"]
 
+    def drafting(self) -> list[str]:
+        """What drafts: a head only where one was trained; prompt lookup last."""
+        head = ["mtp"] if (self.folder / "target" / "draft_head").is_dir() else []
+        return ["draft", *head, "ngram"]
+
     def opened(self, drafts: str, max_running: int) -> LLM:
         """Steps of at most 512 tokens: fewer CUDA graphs are captured, and no prompt is longer."""
         draft = str(self.folder / "draft")
@@ -183,15 +188,16 @@ def main() -> None:
 
 def figures(models: Models, wanted: list[str], count: int) -> Iterator[dict[str, Any]]:
     if "alone" in wanted:
-        opened = {name: models.opened(name, 1) for name in ("plain", "draft", "mtp", "ngram")}
-        for drafts in ("draft", "mtp"):
+        drafting = models.drafting()
+        opened = {name: models.opened(name, 1) for name in ("plain", *drafting)}
+        for drafts in drafting[:-1]:
             for temperature in (0.0, 1.0):
                 yield alone(opened, drafts, texts_to_write(count), temperature)
         yield alone(opened, "ngram", texts_to_repeat(count), 0.0)
         opened.clear()
     for case, run in (("load", load), ("equal", equal)):
         if case in wanted:
-            yield from (run(models, drafts) for drafts in ("draft", "mtp", "ngram"))
+            yield from (run(models, drafts) for drafts in models.drafting())
 
 
 if __name__ == "__main__":
