@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from armillary.model.evaluation.perplexity import Comparison, Interval
     from armillary.model.quantizing.quantize_model import Quantized
 
-FORMATS = ("fp8", "int8", "int4-gptq", "int4-awq", "int4-rtn", "mxfp4", "gguf", "gguf-q4_0", "gguf-f16")
+FORMATS = ("fp8", "int8", "int4-gptq", "int4-awq", "int4-rtn", "mxfp4", "2:4", "gguf", "gguf-q4_0", "gguf-f16")
 _SHOWN = 5  # layers
 
 

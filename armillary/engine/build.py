@@ -34,6 +34,7 @@ from armillary.engine.runner.linear.linear_formats import (
 )
 from armillary.engine.runner.linear.native_linear import run_native, run_native_tokens
 from armillary.engine.runner.linear.packed_cpu import run_integers
+from armillary.engine.runner.linear.sparse_linear import to_sparse
 from armillary.engine.runner.rank_layout import RankLayout
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
 from armillary.engine.scheduler.decision import StepWork
@@ -101,6 +102,8 @@ def make_engine(
             share_row_max(executor.forward, lambda most: all_reduce(most, tp, "max"))
     if run_fp8 is not None:
         to_fp8(executor.forward, run_fp8, let_go=owns_model)
+    if serve.weights == "2:4":
+        to_sparse(executor.forward, let_go=owns_model)
     draft_model = make_draft(executor, serve, draft, ranks, serve.block_tokens)
     other_bytes = 0 if draft_model is None else draft_model.block_bytes
     plan = kv_plan(executor, serve, settings.max_model_len, ranks, warm=warm, other_bytes=other_bytes)

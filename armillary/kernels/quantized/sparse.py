@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.sparse import to_sparse_semi_structured
 
 from armillary.kernels.core.launch import power_of_two
+from armillary.kernels.core.requirements import lacking
 
 _TOKENS = 16  # their number is a multiple of this
+_MULTIPLE = 64  # of outputs and inputs that every kernel of both libraries takes
 
 
 def prune(weight_NK: Tensor) -> Tensor:
@@ -18,6 +20,20 @@ def prune(weight_NK: Tensor) -> Tensor:
     fours = weight_NK.unflatten(1, (-1, 4))
     largest = torch.zeros_like(fours, dtype=torch.bool).scatter_(-1, fours.abs().topk(2, dim=-1).indices, True)
     return torch.where(largest, fours, 0).flatten(1)
+
+
+def is_pruned(weight_NK: Tensor) -> bool:
+    """Whether at most two of every four inputs are not zero, in every row."""
+    return weight_NK.shape[1] % 4 == 0 and bool((weight_NK.unflatten(1, (-1, 4)) != 0).sum(-1).le(2).all())
+
+
+def refuses(weight_NK: Tensor) -> str | None:
+    """Why the library multiplies no weight of this dtype and shape."""
+    if weight_NK.dtype not in (torch.bfloat16, torch.float16):
+        return f"has no kernels for {weight_NK.dtype}; they are for 16 bits"
+    if any(size % _MULTIPLE for size in weight_NK.shape):
+        return f"needs outputs and inputs in multiples of {_MULTIPLE}"
+    return lacking(("sm_80",), weight_NK.device.type)
 
 
 class SparseLinear:

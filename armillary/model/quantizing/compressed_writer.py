@@ -1,4 +1,5 @@
-"""Quantized models as compressed-tensors folders, which transformers and vLLM load: the inverse of its reader here."""
+"""Quantized models as compressed-tensors folders, which transformers and vLLM load: the inverse of its reader here.
+Pruned ones have nothing to tell a loader: they are folders of floats."""
 
 import json
 import re
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from armillary.kernels.core.dtype import HF_NAMES
 from armillary.model.quantized.compressed_tensors import E4M3
-from armillary.model.quantized.formats import Fp8, IntGroups
+from armillary.model.quantized.formats import Fp8, IntGroups, Plain
 from armillary.model.quantized.packed_rows import PackedRows
 from armillary.model.quantizing.quantized_stages import Fused, QuantizedStages
 from armillary.model.weights.hf_layout import Rule
@@ -35,7 +36,7 @@ def write_compressed(stages: QuantizedStages, source: Path, folder: Path, *, ove
     with staged_folder(folder, overwrite=overwrite) as staged:
         size = write_shards(chain(_named(stages.tensors(), listed), _kv_scales(stages)), staged, _SHARD_BYTES)
         copy_alongside(source, staged)
-        raw = read_config(source) | {"quantization_config": listed.table(stages)}
+        raw = read_config(source) | ({} if stages.target.spec.pruned else {"quantization_config": listed.table(stages)})
         raw.pop("dtype", None)
         raw["torch_dtype"] = HF_NAMES[stages.target.dtype]
         (staged / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
@@ -58,6 +59,8 @@ def split_packed(rule: Rule, fused: PackedRows) -> list[PackedRows]:
 def module_tensors(packed: PackedRows) -> dict[str, Tensor]:
     """The tensors of one module, by the ends of their names."""
     rows, format = packed.rows, packed.format
+    if isinstance(format, Plain):  # 2:4: floats, zeros among them, as in any checkpoint
+        return {"weight": rows["weight"]}
     if isinstance(format, Fp8):
         return {"weight": rows["codes"].view(E4M3), "weight_scale": rows["scale"]}
     if not isinstance(format, IntGroups):  # MXFP4
@@ -159,6 +162,7 @@ def _named(tensors: Iterable[tuple[Rule, Fused]], listed: _Modules) -> Iterator[
                 listed.plain += modules
             yield from ((name, part.contiguous()) for name, part in zip(rule.hf_names, rule.split(fused), strict=True))
             continue
-        listed.packed.setdefault(_weight_arguments(fused), []).extend(modules)
+        if not isinstance(fused.format, Plain):
+            listed.packed.setdefault(_weight_arguments(fused), []).extend(modules)
         for module, part in zip(modules, split_packed(rule, fused), strict=True):
             yield from ((f"{module}.{end}", tensor) for end, tensor in module_tensors(part).items())

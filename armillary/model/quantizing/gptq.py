@@ -11,7 +11,7 @@ from armillary.model.quantized.formats import spread
 from armillary.model.quantized.packed_rows import PackedRows
 from armillary.model.quantizing.rounding import IntGrid
 
-_BLOCK = 128  # columns whose updates are applied to all later ones together
+BLOCK = 128  # columns whose updates are applied to all later ones together
 _DAMPING = 0.01  # of the mean diagonal (the paper's 1 %)
 
 
@@ -24,11 +24,11 @@ def gptq(weight_NK: Tensor, gram_KK: Tensor, grid: IntGrid, *, act_order: bool =
     scale_NG, zero_NG = grid.fit(weight_NK, importance_K)
     scale_NK, zero_NK = (spread(each, grid.group, columns).expand(-1, columns) for each in (scale_NG, zero_NG))
     order_K = importance_K.argsort(descending=True) if act_order else torch.arange(columns, device=gram_KK.device)
-    factor_KK = _inverse_factor(gram_KK[order_K][:, order_K])
+    factor_KK = inverse_factor(gram_KK[order_K][:, order_K])
     codes_NK = torch.empty_like(weight_NK)
     left_NK = weight_NK[:, order_K].clone()
-    for begin in range(0, columns, _BLOCK):
-        end = min(begin + _BLOCK, columns)
+    for begin in range(0, columns, BLOCK):
+        end = min(begin + BLOCK, columns)
         errors = torch.empty_like(left_NK[:, begin:end])
         for i in range(begin, end):
             k = order_K[i]
@@ -41,7 +41,7 @@ def gptq(weight_NK: Tensor, gram_KK: Tensor, grid: IntGrid, *, act_order: bool =
     return grid.packed(codes_NK, scale_NG, zero_NG)
 
 
-def _inverse_factor(gram_KK: Tensor) -> Tensor:
+def inverse_factor(gram_KK: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse, damped until there is one."""
     diagonal = gram_KK.diagonal()
     mean = diagonal.mean()

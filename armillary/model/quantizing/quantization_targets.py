@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from armillary.errors import BadInput, missing
+from armillary.kernels.quantized.sparse import prune
 from armillary.model.quantized.gguf_blocks import GgufBlocks
-from armillary.model.quantized.packed_rows import PackedRows
+from armillary.model.quantized.packed_rows import PackedRows, plain
 from armillary.model.quantizing.rounding import (
     MXFP4_GROUP,
     IntGrid,
@@ -59,6 +60,8 @@ class Target:
             return round_fp8(weight_NK, self.dtype)
         if self.name == "mxfp4":
             return round_mxfp4(weight_NK)
+        if self.spec.pruned:
+            return plain(prune(weight_NK).to(self.dtype))
         return round_gguf(weight_NK, self.spec.gguf)
 
 
@@ -66,7 +69,8 @@ class Target:
 class _Spec:
     bits: int = 0  # of integer formats
     symmetric: bool = True
-    calibrated: Literal["", "gptq", "awq"] = ""
+    pruned: bool = False  # floats, two of every four of them zero
+    calibrated: Literal["", "gptq", "awq", "sparsegpt"] = ""
     multiple: int = 2  # rows whose width is no multiple stay as they are
     round_inputs: Callable[[Tensor], Tensor] | None = None  # as servers do at run time
     gguf: str = ""  # type of its blocks
@@ -79,6 +83,7 @@ _SPECS = {
     "int4-awq": _Spec(bits=4, symmetric=False, calibrated="awq"),
     "int4-rtn": _Spec(bits=4),
     "mxfp4": _Spec(multiple=MXFP4_GROUP),
+    "2:4": _Spec(pruned=True, calibrated="sparsegpt", multiple=4),
     "gguf": _Spec(multiple=_GGUF_BLOCK, gguf="Q8_0"),
     "gguf-q4_0": _Spec(multiple=_GGUF_BLOCK, gguf="Q4_0"),
     "gguf-f16": _Spec(multiple=1, gguf="F16"),

@@ -72,6 +72,8 @@ def quantize(
     wanted = find_target(to, parse_dtype(stored_dtype(folder)), group)
     if kv and wanted.spec.gguf:
         raise BadInput("GGUF files hold no scales of a KV cache; leave --kv out, or take another format")
+    if kv and wanted.spec.pruned:
+        raise BadInput("a 2:4 folder has floats alone, no scales of a KV cache; leave --kv out, or take another format")
     if kv and source.config.mla is not None:
         raise BadInput(f"{source.name} caches latents, which have no 8-bit scales yet; leave --kv out")
     _check_patterns(source, keep)

@@ -17,12 +17,14 @@ from armillary.model.evaluation.perplexity import Comparison, comparison_of, win
 from armillary.model.evaluation.text_windows import TextWindows
 from armillary.model.layers.attention_forms import Attend, plain
 from armillary.model.quantized.packed_rows import PackedRows
+from armillary.model.quantized.packed_rows import plain as plain_rows
 from armillary.model.quantizing.awq import InputStatistics, Statistics, fold_factors, output_error, weight_of
 from armillary.model.quantizing.block_stages import Stages, input_statistics, run_stage, watched
 from armillary.model.quantizing.gptq import gptq
 from armillary.model.quantizing.kv_calibration import KvCalibration
 from armillary.model.quantizing.quantization_targets import Target
 from armillary.model.quantizing.rounding import IntGrid
+from armillary.model.quantizing.sparsegpt import sparsegpt
 from armillary.model.transformer import Block, Progress, Transformer
 from armillary.model.weights.hf_layout import SELECTION_BIAS, Rule, rules
 
@@ -172,6 +174,8 @@ class QuantizedStages:
         return grid
 
     def _round(self, weight_NK: Tensor, inputs: InputStatistics | None) -> PackedRows:
+        if inputs is not None and self.target.spec.calibrated == "sparsegpt":
+            return plain_rows(sparsegpt(weight_NK, inputs.gram_KK).to(self.target.dtype))
         grid = self.target.grid(weight_NK.shape[1])
         if inputs is None or grid is None:
             return self.target.round(weight_NK)

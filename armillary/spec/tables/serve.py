@@ -33,8 +33,9 @@ class Serve:
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """dtype of loaded weights and of compute; auto: 16 bits (the stored dtype, else bf16) where prefill and decode are
     measured to be at least 1.15 × as fast as in fp32, else fp32"""
-    weights: Literal["auto", "int8", "fp8"] = "auto"
-    """dtype of the layers' weights; auto: as loaded; int8 (CPU) and fp8 (GPU) are quantised when they are loaded"""
+    weights: Literal["auto", "int8", "fp8", "2:4"] = "auto"
+    """dtype of the layers' weights; auto: as loaded; int8 (CPU) and fp8 (GPU) are quantised when they are loaded; 2:4
+    (GPU): weights with two zeros in every four inputs are compressed"""
     threads: int | None = None
     """compute threads on a CPU; none: one per core, in a server one fewer where decode steps spend more time in torch
     calls than in arithmetic: the server's own process and clients on the machine need a core"""

@@ -15,6 +15,7 @@ import transformers
 from compressed_tensors.quantization import QuantizationConfig
 
 from armillary.errors import BadInput, BadModel
+from armillary.kernels.quantized.sparse import is_pruned
 from armillary.model.evaluation.perplexity import compare, model_logits
 from armillary.model.evaluation.text_windows import text_windows
 from armillary.model.quantized.packed_linear import packed_modules
@@ -116,6 +117,25 @@ def test_transformers_loads_the_folder(to: str, tmp_path: Path) -> None:
         assert_close(found, expected)
     else:  # transformers rounds the inputs, too
         assert (found - expected).norm() < 0.15 * expected.norm()
+
+
+@torch.no_grad()
+def test_a_pruned_folder_is_one_of_floats(tmp_path: Path) -> None:
+    source = write_source(tmp_path)
+    text = write_text(tmp_path / "text")
+    made = quantize(source, tmp_path / "m", "2:4", text=text, samples=6, keep=["*.0.*down_proj"])
+    assert "quantization_config" not in json.loads((tmp_path / "m" / "config.json").read_text())
+    dense = []
+    with TensorFolder(tmp_path / "m") as stored:
+        for name in (name for name in stored.names() if name.endswith("proj.weight")):
+            dense += [] if is_pruned(stored.read(name)) else [name]
+    assert dense == ["model.layers.0.mlp.down_proj.weight"] and made.bytes == made.source_bytes
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    tokens = torch.arange(40)[None] + 4
+    assert_close(full_logits(load_model(tmp_path / "m", dtype="fp32"), tokens), theirs(tokens, use_cache=False).logits)
+    assert made.comparison is not None and made.comparison.kl.value > 0
+    with pytest.raises(BadInput, match="no scales of a KV cache"):
+        quantize(source, tmp_path / "k", "2:4", text=write_text(tmp_path / "text"), kv="fp8")
 
 
 def test_gguf_files_are_read_by_their_own_package(source: ModelSource, tmp_path: Path) -> None:
