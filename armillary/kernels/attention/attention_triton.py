@@ -12,9 +12,11 @@ from torch import Tensor
 
 from armillary.kernels.attention import tiles as tile_table
 from armillary.kernels.attention.attention import BLOCK, PLAIN, AttentionOptions, reference
-from armillary.kernels.attention.backward_triton import delta_kernel, key_kernel, query_kernel
+from armillary.kernels.attention.backward_triton import delta_kernel
 from armillary.kernels.attention.forward_triton import forward_kernel
+from armillary.kernels.attention.key_gradient_triton import key_kernel
 from armillary.kernels.attention.mask_triton import mask_arguments
+from armillary.kernels.attention.query_gradient_triton import query_kernel
 from armillary.kernels.attention.tiles import attention_tiles, can_copy, described, is_narrow
 from armillary.kernels.core.launch import ceil_div, dense, on, power_of_two, unit_stride
 from armillary.kernels.core.requirements import note_once
