@@ -52,8 +52,10 @@ class Written:
         self.at: list[tuple[float, int]] = []
         write = BlockBytes.write
 
-        def timed(blocks: BlockBytes, targets: list[int], data: memoryview, chosen: list[int]) -> None:
-            write(blocks, targets, data, chosen)
+        def timed(
+            blocks: BlockBytes, targets: list[int], data: memoryview, chosen: list[int], heads: range | None
+        ) -> None:
+            write(blocks, targets, data, chosen, heads)
             self.at.append((time.monotonic(), len(data)))
 
         BlockBytes.write = timed  # type: ignore[method-assign]

@@ -111,8 +111,6 @@ def serve(
         tp, pp = choose_layout(home, source, asked, dtype, devices=devices, device=device, say=say)
         asked = replace(asked, serve=replace(asked.serve, pp=pp))
     tp = tp or 1
-    if tp > 1 and asked.serve.role != "combined":
-        raise BadInput(f"serve.role={asked.serve.role} is for one device per server yet; leave --tp and --devices out")
     threads = resolve_threads(home, source, asked, dtype, tp=tp, device=device, say=say)
     if threads is not None:
         say(f"threads {threads.reason or f'{threads.count}: as asked'}")

@@ -25,7 +25,7 @@ from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.runner.rank_layout import RankLayout, rank_layout
 from armillary.engine.runner.sharded_weights import load_shard
-from armillary.engine.runner.tensor_parallel import Leader, follow
+from armillary.engine.runner.tensor_parallel import Leader, Obeys, follow
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.errors import BadInput
 from armillary.kernels.core.dtype import parse_dtype
@@ -109,7 +109,7 @@ class LLM:
         assert source.folder is not None
         begin = time.monotonic()
         serve = serve or Serve()
-        ranks = _ranks(world, source.config, serve)
+        self.ranks = ranks = _ranks(world, source.config, serve)
         where = world.device if world else pick_device(device)
         dtype = dtype or dtype_to_load(source, serve, home or Home.default(), where, ranks)
         loaded = (
@@ -217,12 +217,13 @@ class LLM:
         async for delta in self._thread.stream(request, self._constraint(request.params)):
             yield delta
 
-    def follow(self) -> int:
-        """On the other ranks: run the steps that the first rank sends until it is closed; returns their number."""
+    def follow(self, transfer: Obeys | None = None) -> int:
+        """On the other ranks: run the steps that the first rank sends until it is closed; returns their number.
+        `transfer` exchanges KV blocks with another engine, where serve.role says so."""
         leader = self.engine.loop.executor
         if not isinstance(leader, Leader):
             raise BadInput("this engine is alone and leads itself; call generate")
-        return follow(leader.executor)
+        return follow(leader.executor, transfer)
 
     def close(self) -> None:
         """End the thread of `stream`, and stop the other ranks."""

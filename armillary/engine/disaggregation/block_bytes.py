@@ -53,21 +53,36 @@ class BlockBytes:
         self._rows, self._cache = rows, cache
         self._free: list[torch.Tensor] = []  # host memory of payloads that were sent; any thread adds to it
 
-    @property
-    def block_bytes(self) -> int:
-        blocks = self._rows.blocks
+    def block_bytes(self, heads: range | None = None) -> int:
+        """Of these heads of a block, none: all that this rank has."""
+        blocks = self._part(heads)
         return int(blocks[:, 0].numel() * blocks.element_size())
+
+    def whole_bytes(self, kv_heads: int, ranks: int) -> int:
+        """Of a block with the heads of all ranks."""
+        return self.block_bytes() * min(kv_heads, ranks)
+
+    def _part(self, heads: range | None) -> torch.Tensor:
+        """A view of the blocks [L, block, 2, head, token, dim]; latents [L, block, token, dim] have no heads."""
+        blocks = self._rows.blocks
+        return blocks if heads is None or blocks.dim() == 4 else blocks[:, :, :, heads.start : heads.stop]
+
+    @property
+    def device(self) -> torch.device:
+        return self._rows.device
 
     @property
     def in_host_memory(self) -> bool:
         """Blocks are copied by the CPU."""
         return not self._rows.blocks.is_cuda
 
-    def read(self, blocks: list[int], shared: tuple[int, torch.Tensor] | None = None) -> Payload:
-        """Start to copy blocks, into a slot of `shared` memory where there is one; on a GPU the copy runs beside the
-        next step. On a CPU one block is copied after the other: its heads are apart in memory, and an index over blocks
-        copies them at a twentieth of the speed."""
-        own_LC, size = self._rows.blocks, len(blocks) * self.block_bytes
+    def read(
+        self, blocks: list[int], shared: tuple[int, torch.Tensor] | None = None, heads: range | None = None
+    ) -> Payload:
+        """Start to copy blocks, or these heads of them, into a slot of `shared` memory where there is one; on a GPU the
+        copy runs beside the next step. On a CPU one block is copied after the other: its heads are apart in memory, and
+        an index over blocks copies them at a twentieth of the speed."""
+        own_LC, size = self._part(heads), len(blocks) * self.block_bytes(heads)
         slot, memory = shared or (None, self._host_memory(size))
         host_CL = memory[:size].view(own_LC.dtype).view(len(blocks), own_LC.shape[0], *own_LC.shape[2:])
         if not own_LC.is_cuda:
@@ -86,13 +101,23 @@ class BlockBytes:
                 return memory
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._rows.blocks.is_cuda)
 
-    def write(self, blocks: list[int], data: memoryview, chosen: list[int]) -> None:
-        """Write the blocks at places `chosen` of `data`. Copies that are decided and not done yet come first: they may
-        read what is overwritten here."""
-        copies, own_LC = self._cache.copies, self._rows.blocks
+    def decided_copies(self) -> list[int]:
+        """Sources and targets of copies that the scheduler has decided and no step has done; they are the caller's."""
+        copies = self._cache.copies
+        decided = np.array(as_one(copies), dtype=np.int32).reshape(-1, 2).T.ravel().tolist() if copies else []
+        copies.clear()
+        return decided
+
+    def copy(self, copies: list[int]) -> None:
+        """Do `decided_copies`, before anything overwrites what they read."""
         if copies:
-            self._rows.copy_blocks(np.array(as_one(copies), dtype=np.int32).reshape(-1, 2).T.copy())
-            copies.clear()
+            self._rows.copy_blocks(np.array(copies, dtype=np.int32).reshape(2, -1))
+
+    def write(self, blocks: list[int], data: memoryview, chosen: list[int], heads: range | None = None) -> None:
+        """Write these heads of the blocks at places `chosen` of `data`."""
+        own_LC = self._part(heads)
+        if not blocks:
+            return
         given_CL = torch.frombuffer(data, dtype=torch.uint8).view(own_LC.dtype)
         given_CL = given_CL.view(-1, own_LC.shape[0], *own_LC.shape[2:])
         if not own_LC.is_cuda:
@@ -106,10 +131,15 @@ class BlockBytes:
     def _index(self, blocks: list[int]) -> torch.Tensor:
         return torch.tensor(blocks, device=self._rows.device)
 
-    def layout(self) -> str:
-        shape = self._rows.blocks.shape
+    def layout(self, config: ModelConfig, ranks: int) -> str:
+        """What both sides must share. Their ranks may differ, except where the scales of 8 bits or the second keys of a
+        head are divided by them."""
+        blocks = self._rows.blocks
+        in_heads, in_pairs = blocks.dim() > 4, any(kind.attention == "2-simplicial" for kind in config.layers)
+        each = tuple(blocks.shape[4:] if in_heads else blocks.shape[2:])
         groups = [(group.sees, group.reach, group.layers) for group in self._cache.groups]
-        return f"{shape[0]} {tuple(shape[2:])} {self._rows.blocks.dtype} {self._cache.block_tokens} {groups}"
+        by_ranks = ranks if in_heads and (blocks.element_size() == 1 or in_pairs) else "any"
+        return f"{blocks.shape[0]} {each} {blocks.dtype} {self._cache.block_tokens} {groups} {by_ranks}"
 
 
 def fingerprint(config: ModelConfig, folder: Path, weights: str, layout: str) -> bytes:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import queue
+import secrets
 import socket
-import sys
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from armillary.engine.disaggregation import wire
-from armillary.engine.disaggregation.block_bytes import Payload
-from armillary.engine.disaggregation.wire import Frame, FrameType, PeerGone, Prompt
+from armillary.engine.disaggregation.wire import Frame, FrameType, PeerGone, Prompt, Welcome
 from armillary.engine.request.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -30,8 +25,8 @@ class PrefillTask:
     number: int
     prompt: Prompt
     request_id: str
-    expected_bytes: int
-    """of its blocks that are not in the queue of the connection yet"""
+    expected_blocks: int
+    """of its blocks, those that are not in the queue of the connection yet"""
     stop: int
     """blocks of the prompt"""
     sent: int = 0
@@ -41,44 +36,45 @@ class PrefillTask:
 
 
 class DecodePeer:
-    """The connection to one decode server: a thread that reads, and one that sends."""
+    """The connection to the first rank of a decode server, which asks for prompts; and their blocks, on all ranks."""
 
-    def __init__(self, side: PrefillSide, sock: socket.socket) -> None:
+    def __init__(self, side: PrefillSide, sock: socket.socket, hello: Frame) -> None:
+        """BadInput or PeerGone where it cannot be served."""
         self._side, self._sock = side, sock
-        self._slots = side.slots()
-        self._shared_bytes: dict[int, int] = {}  # of slots that the other side has not read yet
-        self._queue: queue.SimpleQueue[tuple[Frame, Payload | None] | None] = queue.SimpleQueue()
+        fingerprint, ranks = wire.read_hello(hello)
+        if fingerprint != side.fingerprint:
+            raise PeerGone("it serves another model, dtype or block size")
+        self.key = secrets.token_bytes(16)
+        self._links = side.open(self, ranks)
+        self._sender = self._links.by_rank[0].sender
         self._lock = threading.Lock()
         """guards what follows"""
         self._waiting: deque[PrefillTask] = deque()
         self._tasks: dict[int, PrefillTask] = {}
-        self._unsent_bytes = 0  # of prompts that were started
+        self._unsent_bytes = 0  # of prompts that were started, on the link that carries most
         self._closed = False
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block, what the connection carries."""
+        return self._links.block_bytes
+
+    @property
+    def blocks_at_once(self) -> int:
+        return self._links.blocks_at_once
 
     def run(self) -> None:
         """Read until the connection ends; then its prompts are aborted, which frees their blocks."""
         try:
-            self._greet()
+            wire.send(self._sock, Welcome(self.key, self._side.ranks, self._sender.offer()).frame())
             self._sock.settimeout(None)
-            threading.Thread(target=self._send, name="kv-send", daemon=True).start()
+            self._sender.start(self._sock)
             while True:
                 self._take(wire.receive(self._sock))
         except PeerGone:
             return
         finally:
             self.close()
-
-    def _greet(self) -> None:
-        self._sock.settimeout(wire.SILENCE_S)
-        wire.prepare(self._sock)
-        hello, own = wire.receive(self._sock), self._side.fingerprint
-        if hello.kind is not FrameType.HELLO or hello.entries or hello.number != wire.VERSION:
-            wire.send(self._sock, Frame(FrameType.REFUSAL, head=b"it is of another version"))
-            raise PeerGone("another version")
-        if bytes(hello.head) != own:
-            wire.send(self._sock, Frame(FrameType.REFUSAL, head=b"it serves another model, dtype or block size"))
-            raise PeerGone("another model")
-        wire.send(self._sock, wire.hello(b"" if self._slots is None else self._slots.offer()))
 
     def _take(self, frame: Frame) -> None:
         if frame.kind is FrameType.REQUEST:
@@ -93,18 +89,8 @@ class DecodePeer:
             if cancelled is not None:
                 self._drop([cancelled])
                 self._start_some()
-        elif self._slots is not None and frame.kind is FrameType.SHARE:
-            self._slots.accepted()
-        elif self._slots is not None and frame.kind is FrameType.FREE:
-            if frame.number not in self._shared_bytes:
-                raise PeerGone("it gave back memory that it did not have")
-            size = self._shared_bytes.pop(frame.number)
-            self._slots.give_back(frame.number)
-            self._taken(size)
-
-    def shared_slot(self) -> tuple[int, Tensor] | None:
-        """Memory that the other side sees; None where there is none, or none left: then the connection carries them."""
-        return None if self._slots is None else self._slots.take()
+        else:
+            self._sender.take(frame)
 
     def _start_some(self) -> None:
         """Start prompts in their order while the blocks that are on their way are few."""
@@ -114,59 +100,34 @@ class DecodePeer:
                     self._waiting.popleft()
                 if self._closed or not self._waiting:
                     return
-                more = self._waiting[0].expected_bytes
-                if self._unsent_bytes and self._unsent_bytes + more > self._side.window_bytes:
+                more = self._bytes(self._waiting[0])
+                if self._unsent_bytes and self._unsent_bytes + more > self._side.window_bytes // self._num_links:
                     return
                 task = self._waiting.popleft()
                 self._unsent_bytes += more
             self._side.start(task)
 
-    def put(self, task: PrefillTask, frame: Frame, payload: Payload | None, num_bytes: int) -> None:
-        """Queue blocks of a prompt. In the engine's thread."""
-        task.expected_bytes -= num_bytes
-        self._queue.put((frame, payload))
+    @property
+    def _num_links(self) -> int:
+        """About, from all ranks of this server."""
+        return len(self._links.by_rank) * self._side.ranks
+
+    def _bytes(self, task: PrefillTask) -> int:
+        return task.expected_blocks * self.block_bytes
 
     def done(self, task: PrefillTask, error: str = "") -> None:
         """All blocks of a prompt are queued, or no more will come."""
         with self._lock:
             self._tasks.pop(task.number, None)
-            self._unsent_bytes -= task.expected_bytes
-        self._queue.put((Frame(FrameType.DONE, task.number, head=error.encode()), None))
+            self._unsent_bytes -= self._bytes(task)
+        self._sender.put(Frame(FrameType.DONE, task.number, head=error.encode()))
 
     def _drop(self, tasks: list[PrefillTask]) -> None:
         for task in tasks:
             task.cancelled = True
             self._side.cancel(task)
 
-    def _send(self) -> None:
-        try:
-            while True:
-                try:
-                    item = self._queue.get(timeout=1.0)
-                except queue.Empty:
-                    item = Frame(FrameType.ALIVE), None
-                if item is None:
-                    return
-                self._send_one(*item)
-        except PeerGone as error:
-            print(f"a decode server is gone: {error}", file=sys.stderr, flush=True)
-            self.close()
-
-    def _send_one(self, frame: Frame, payload: Payload | None) -> None:
-        data = payload.data() if payload is not None else memoryview(b"")
-        begin = time.monotonic()
-        if payload is not None and payload.slot is not None:
-            self._shared_bytes[payload.slot] = len(data)
-            head = wire.SLOT.pack(payload.slot, len(data)) + bytes(frame.head)
-            wire.send(self._sock, frame._replace(kind=FrameType.SHARED_BLOCKS, head=head))
-            return self._side.sent(len(data), time.monotonic() - begin)
-        wire.send(self._sock, frame._replace(payload=data))
-        self._side.sent(len(data), time.monotonic() - begin)
-        if payload is not None:
-            payload.release()
-        self._taken(len(data))
-
-    def _taken(self, num_bytes: int) -> None:
+    def taken(self, num_bytes: int) -> None:
         """The other side has so many bytes of blocks, or they are in its connection."""
         with self._lock:
             self._unsent_bytes -= num_bytes
@@ -179,9 +140,5 @@ class DecodePeer:
             self._closed = True
             tasks, self._tasks = list(self._tasks.values()), {}
             self._waiting.clear()
-        wire.close(self._sock)
-        if self._slots is not None:
-            self._slots.close()
-        self._queue.put(None)
-        self._drop(tasks)
         self._side.forget(self)
+        self._drop(tasks)

@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from armillary.engine.disaggregation.block_bytes import BlockBytes
-from armillary.engine.disaggregation.prefill_connection import Outgoing, PrefillConnection
-from armillary.engine.disaggregation.wire import Frame, FrameType, Prompt
+from armillary.engine.disaggregation.block_reader import Arrived, Outgoing
+from armillary.engine.disaggregation.decode_rank import DecodeRank
+from armillary.engine.disaggregation.prefill_connection import PrefillConnection
+from armillary.engine.disaggregation.wire import Frame, FrameType, Prompt, Welcome
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.request.sequence import Sequence, State
 
@@ -41,10 +44,21 @@ class DecodeSide:
     """The fetches of one engine, and its connection to the prefill server."""
 
     def __init__(
-        self, worker: EngineThread, blocks: BlockBytes, *, fingerprint: bytes, address: str, min_tokens: int
+        self,
+        worker: EngineThread,
+        blocks: BlockBytes,
+        rank: DecodeRank,
+        *,
+        fingerprint: bytes,
+        address: str,
+        min_tokens: int,
+        whole_bytes: int,
+        order: Callable[[dict[str, Any]], None],
     ) -> None:
-        """Prompts with fewer than `min_tokens` that the prefix cache does not have are computed here."""
-        self._blocks, self._min_tokens = blocks, min_tokens
+        """Prompts with fewer than `min_tokens` that the prefix cache does not have are computed here. `whole_bytes`: of
+        a block on all ranks. `order` tells the engine's other ranks to take blocks, in the engine's thread."""
+        self._blocks, self._rank, self._order = blocks, rank, order
+        self._min_tokens, self._whole_bytes = min_tokens, whole_bytes
         self._table, self._cache = worker.engine.scheduler.request_table, worker.engine.scheduler.cache
         self._fetches: list[Fetch] = []  # this and the next of the engine's thread
         self._by_number: dict[int, Fetch] = {}
@@ -52,9 +66,7 @@ class DecodeSide:
         self._numbers = count(1)
         self._received_bytes = self._num_fetched = self._num_local = 0
         self._wait_s = 0.0
-        self._connection = PrefillConnection(
-            worker, self, address=address, fingerprint=fingerprint, block_bytes=blocks.block_bytes
-        )
+        self._connection = PrefillConnection(worker, self, address=address, fingerprint=fingerprint, ranks=rank.ranks)
 
     def connect(self) -> None:
         """BadInput where the prefill server refuses; one that does not answer may come later."""
@@ -62,6 +74,7 @@ class DecodeSide:
 
     def close(self) -> None:
         self._connection.close()
+        self._rank.close()
 
     # --- in the engine's thread
 
@@ -130,48 +143,60 @@ class DecodeSide:
         if self._outgoing is not None:
             self._outgoing.put(Frame(FrameType.CANCEL, fetch.number))
 
-    def opened(self, outgoing: Outgoing) -> None:
+    def opened(self, outgoing: Outgoing, welcome: Welcome) -> None:
+        self._order({"do": "open", "key": welcome.key.hex(), "ranks": welcome.ranks})
+        self._rank.open(welcome.key, welcome.ranks)
         self._outgoing = outgoing
 
     def lost(self) -> None:
         """The connection ended: what waits is computed here."""
+        if self._outgoing is not None:
+            self._order({"do": "close"})
+            self._rank.close()
         self._outgoing = None
         self._by_number.clear()
         for fetch in self._fetches:
             if not fetch.over:
                 self._end(fetch, failed=True)
 
-    def take(
-        self, number: int, entries: list[tuple[int, int]], payload: memoryview, give_back: Callable[[], None]
-    ) -> None:
+    def take(self, entries: list[tuple[int, int]], arrived: Arrived) -> None:
         """Put blocks that came into the prefix cache, held by nobody: should they be evicted before their sequence
         starts, it computes them."""
-        try:
-            self._received_bytes += len(payload)
-            fetch = self._by_number.get(number)
-            if fetch is not None and not self._put(fetch, entries, payload):
-                self._cancel(fetch)
-                self._end(fetch, failed=True)
-        finally:
-            give_back()
+        self._received_bytes += len(entries) * self._whole_bytes
+        fetch = self._by_number.get(arrived.number)
+        new = [] if fetch is None else self._usable(fetch, entries)
+        fresh = self._cache.pool.allocate(len(new or ()))
+        came = self._write(fresh, new or [], arrived)
+        if fetch is not None and came and new is not None:
+            self._name(fetch, fresh, [entries[at] for at in new])
+        self._cache.pool.release(fresh)
+        if not came:
+            self._connection.drop()  # `lost` follows
+        elif fetch is not None and new is None:
+            self._cancel(fetch)
+            self._end(fetch, failed=True)
 
-    def _put(self, fetch: Fetch, entries: list[tuple[int, int]], payload: memoryview) -> bool:
-        """False where a block cannot be used, or there is no space."""
-        cache, chain = self._cache, fetch.seq.chain
-        names = cache.prefix_cache
+    def _usable(self, fetch: Fetch, entries: list[tuple[int, int]]) -> list[int] | None:
+        """Places of the blocks that are not here; None where a block cannot be used, or there is no space."""
+        cache, digests = self._cache, fetch.seq.chain.digests
         if not all(group < len(cache.groups) and index < fetch.stop for group, index in entries):
-            return False
-        new = [at for at, (g, index) in enumerate(entries) if chain.digests[index] not in names.by_digest[g]]
-        if len(new) > cache.pool.num_free:
-            return False
-        fresh = cache.pool.allocate(len(new))
-        if fresh:
-            self._blocks.write(fresh, payload, new)
-        for block, at in zip(fresh, new, strict=True):
-            g, index = entries[at]
+            return None
+        names = cache.prefix_cache.by_digest
+        new = [at for at, (g, index) in enumerate(entries) if digests[index] not in names[g]]
+        return None if len(new) > cache.pool.num_free else new
+
+    def _write(self, blocks: list[int], chosen: list[int], arrived: Arrived) -> bool:
+        """On all ranks; copies that are decided and not done yet come first: they may read what is overwritten."""
+        copies = self._blocks.decided_copies()
+        put = {"do": "put", "entries": arrived.entries, "blocks": blocks, "chosen": chosen, "copies": copies}
+        self._order(put)
+        self._blocks.copy(copies)
+        return self._rank.put(arrived.entries, blocks, chosen, arrived)
+
+    def _name(self, fetch: Fetch, blocks: list[int], entries: list[tuple[int, int]]) -> None:
+        chain, names = fetch.seq.chain, self._cache.prefix_cache
+        for block, (g, index) in zip(blocks, entries, strict=True):
             names.put(block, g, chain.digests[index], chain.parent(index), chain.chunks[index], first=not index)
-        cache.pool.release(fresh)
-        return True
 
     def done(self, number: int, failed: bool) -> None:
         fetch = self._by_number.pop(number, None)

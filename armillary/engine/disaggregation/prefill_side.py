@@ -9,15 +9,17 @@ stops reading stops its prompts, and nothing else.
 from __future__ import annotations
 
 import socket
-import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from itertools import count
+from typing import Any
 
 from armillary.engine.disaggregation import wire
 from armillary.engine.disaggregation.block_bytes import BlockBytes
 from armillary.engine.disaggregation.decode_peer import DecodePeer, PrefillTask
-from armillary.engine.disaggregation.shared_memory import SharedSlots
-from armillary.engine.disaggregation.wire import Frame, FrameType, Prompt
+from armillary.engine.disaggregation.prefill_rank import Links, PrefillRank
+from armillary.engine.disaggregation.wire import Frame, FrameType, PeerGone, Prompt
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.output.output_text import OutputDelta
 from armillary.engine.request.request import Request
@@ -25,65 +27,76 @@ from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence, State
 from armillary.errors import ArmillaryError, BadInput
 
-_FRAME_BYTES = 1 << 22
-"""about, of one frame of blocks"""
-
 
 class PrefillSide:
     """Listens for decode servers and computes their prompts in this process's engine."""
 
     def __init__(
-        self, worker: EngineThread, blocks: BlockBytes, *, fingerprint: bytes, address: str, window_bytes: int
+        self,
+        worker: EngineThread,
+        blocks: BlockBytes,
+        rank: PrefillRank,
+        *,
+        fingerprint: bytes,
+        address: str,
+        window_bytes: int,
+        order: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.fingerprint, self.window_bytes = fingerprint, window_bytes
-        self._worker, self._blocks = worker, blocks
+        """`order` tells the engine's other ranks to send blocks, in the engine's thread."""
+        self.fingerprint, self.window_bytes, self.ranks = fingerprint, window_bytes, rank.ranks
+        self._worker, self._rank, self._order = worker, rank, order
         self._cache = worker.engine.scheduler.cache
-        self._listener = _listen(address)
+        self._whole_bytes = blocks.whole_bytes(rank.kv_heads, rank.ranks)
         self._peers: set[DecodePeer] = set()
         self._tasks: set[PrefillTask] = set()  # of the engine's thread
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._sent_bytes, self._send_s = 0, 0.0
-        self._at_once = max(1, _FRAME_BYTES // blocks.block_bytes)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self._listener.getsockname()[:2]
-        return str(host), int(port)
-
-    def start_listening(self) -> None:
-        threading.Thread(target=self._accept, name="decode-servers", daemon=True).start()
+        self.address = rank.listen(address, self._greet)
 
     def close(self) -> None:
         """Stop listening and end every connection."""
-        wire.close(self._listener)
+        self._rank.close()
         for peer in list(self._peers):
             peer.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            peer = DecodePeer(self, sock)
-            with self._lock:
-                self._peers.add(peer)
-            threading.Thread(target=peer.run, name="kv-requests", daemon=True).start()
+    # --- decode servers: in threads of their connections
 
-    def slots(self) -> SharedSlots | None:
-        """Memory to share with a decode server; none: blocks are on a GPU, and cross its link in pinned memory."""
-        if sys.platform != "linux" or not self._blocks.in_host_memory:
-            return None
-        return SharedSlots(self._at_once * self._blocks.block_bytes, self.window_bytes)
+    def _greet(self, sock: socket.socket, hello: Frame) -> None:
+        """Serve a decode server until its connection ends."""
+        try:
+            peer = DecodePeer(self, sock, hello)
+        except (BadInput, PeerGone) as error:
+            return wire.send(sock, Frame(FrameType.REFUSAL, head=str(error).encode()))
+        peer.run()
+
+    def open(self, peer: DecodePeer, receivers: int) -> Links:
+        """Links to all ranks of a decode server, on all ranks of this one."""
+        links = self._rank.open(
+            peer.key,
+            receivers,
+            on_sent=partial(self._sent, peer),
+            on_taken=peer.taken,
+            on_gone=peer.close,
+        )
+        with self._lock:
+            self._peers.add(peer)
+        self._tell(do="open", key=peer.key.hex(), ranks=receivers)
+        return links
 
     def forget(self, peer: DecodePeer) -> None:
         with self._lock:
             self._peers.discard(peer)
+        self._rank.close_links(peer.key)
+        self._tell(do="close", key=peer.key.hex())
 
-    def sent(self, num_bytes: int, seconds: float) -> None:
+    def _tell(self, **order: Any) -> None:
+        self._worker.between_steps(lambda: self._order(order))
+
+    def _sent(self, peer: DecodePeer, num_bytes: int, seconds: float) -> None:
+        """On the first link; the others send their heads of the same blocks."""
         with self._lock:
-            self._sent_bytes += num_bytes
+            self._sent_bytes += num_bytes // peer.block_bytes * self._whole_bytes
             self._send_s += seconds
 
     # --- prompts: in threads of connections
@@ -97,7 +110,7 @@ class PrefillSide:
             number=number,
             prompt=prompt,
             request_id=f"prefill-{next(self._numbers)}",
-            expected_bytes=blocks * self._blocks.block_bytes,
+            expected_blocks=blocks,
             stop=stop,
         )
 
@@ -165,14 +178,18 @@ class PrefillSide:
                 if not block:
                     return False
                 wanted.append((block, g, index))
-        task.sent = full
-        for begin in range(0, len(wanted), self._at_once):
-            part = wanted[begin : begin + self._at_once]
-            payload = self._blocks.read([block for block, _, _ in part], task.peer.shared_slot())
+        task.sent, at_once = full, task.peer.blocks_at_once
+        for begin in range(0, len(wanted), at_once):
+            part = wanted[begin : begin + at_once]
             head = wire.entries_head((g, index) for _, g, index in part)
-            frame = Frame(FrameType.BLOCKS, task.number, len(part), head)
-            task.peer.put(task, frame, payload, len(part) * self._blocks.block_bytes)
+            self._send(task, Frame(FrameType.BLOCKS, task.number, len(part), head), [block for block, _, _ in part])
         return True
+
+    def _send(self, task: PrefillTask, frame: Frame, blocks: list[int]) -> None:
+        """From every rank, which all run the same steps."""
+        task.expected_blocks -= len(blocks)
+        self._order({"do": "send", "key": task.peer.key.hex(), "number": frame.number, "blocks": blocks})
+        self._rank.send(task.peer.key, frame, blocks)
 
     def _finish(self, task: PrefillTask, error: str) -> None:
         if task in self._tasks:
@@ -185,12 +202,3 @@ class PrefillSide:
             "kv_send_wait_s_total": self._send_s,
             "decode_servers": len(self._peers),
         }
-
-
-def _listen(address: str) -> socket.socket:
-    host, port = wire.parse_address(address)
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise BadInput(f"cannot listen on serve.prefill={address} ({error.strerror}); take another port") from None

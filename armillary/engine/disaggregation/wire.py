@@ -1,8 +1,11 @@
-"""Frames between a prefill and a decode server, over one TCP connection: a fixed header, then raw bytes.
+"""Frames between a prefill and a decode server, over TCP: a fixed header, then raw bytes.
 
     decode  → prefill   HELLO, then REQUEST and CANCEL; SHARE and FREE where both are on one host
     prefill → decode    HELLO or REFUSAL, then BLOCKS, SHARED_BLOCKS and DONE; ALIVE when there was nothing to send for
                         a second
+
+That is between their first ranks. Other ranks that exchange heads have a connection for their blocks alone, which a
+decode rank opens with JOIN. The same blocks travel in frames of the same number, in the same order, on all of them.
 
 Nothing that arrives is executed or unpickled, and lengths are checked before memory is taken.
 """
@@ -15,14 +18,17 @@ from array import array
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from armillary.errors import ArmillaryError, BadRecipe
 
-VERSION = 2
+VERSION = 3
 HEADER = struct.Struct("<BxxxIQQQ")  # kind, entries, number of the request, bytes of the head, bytes of the payload
 ENTRY = struct.Struct("<HxxI")  # group, index: one block
 SLOT = struct.Struct("<QQ")  # number, bytes: of a slot of shared memory
+_RANKS = struct.Struct("<H")  # of the decode server, in its HELLO after the fingerprint
+_WELCOME = struct.Struct("<16sH")  # key of the connection, ranks of the prefill server; shared memory follows
+_JOIN = struct.Struct("<16sH")  # key, rank of the decode server
 SILENCE_S = 10.0
 """time without a frame after which the other side counts as gone"""
 SEND_S = 60.0
@@ -42,6 +48,7 @@ class FrameType(IntEnum):
     SHARE = 8  # the decode side sees the prefill side's shared memory
     SHARED_BLOCKS = 9  # blocks lie in a slot of it
     FREE = 10  # the decode side has read a slot
+    JOIN = 11  # another rank of a decode server takes its heads
 
 
 class Frame(NamedTuple):
@@ -124,8 +131,49 @@ def close(sock: socket.socket) -> None:
     sock.close()
 
 
-def hello(fingerprint: bytes) -> Frame:
-    return Frame(FrameType.HELLO, VERSION, head=fingerprint)
+def hello(fingerprint: bytes, ranks: int = 1) -> Frame:
+    """Of a decode server with so many ranks."""
+    return Frame(FrameType.HELLO, VERSION, head=fingerprint + _RANKS.pack(ranks))
+
+
+def read_hello(frame: Frame) -> tuple[bytes, int]:
+    """(fingerprint, ranks)"""
+    at = max(0, len(frame.head) - _RANKS.size)
+    return bytes(frame.head[:at]), _read(_RANKS, frame.head[at:])[0]
+
+
+class Welcome(NamedTuple):
+    """A prefill server's answer to a HELLO."""
+
+    key: bytes
+    """by which the decode server's other ranks join"""
+    ranks: int
+    offer: bytes
+    """of shared memory"""
+
+    def frame(self) -> Frame:
+        return Frame(FrameType.HELLO, VERSION, head=_WELCOME.pack(self.key, self.ranks) + self.offer)
+
+    @staticmethod
+    def read(frame: Frame) -> Welcome:
+        key, ranks = _read(_WELCOME, frame.head)
+        return Welcome(key, ranks, bytes(frame.head[_WELCOME.size :]))
+
+
+def join(key: bytes, rank: int) -> Frame:
+    return Frame(FrameType.JOIN, VERSION, head=_JOIN.pack(key, rank))
+
+
+def read_join(frame: Frame) -> tuple[bytes, int]:
+    """(key, rank)"""
+    key, rank = _read(_JOIN, frame.head)
+    return key, rank
+
+
+def _read(form: struct.Struct, head: bytes | memoryview) -> tuple[Any, ...]:
+    if len(head) < form.size:
+        raise PeerGone("its greeting is too short")
+    return form.unpack_from(head)
 
 
 class Prompt(NamedTuple):
@@ -163,8 +211,8 @@ def read_slot(frame: Frame) -> tuple[tuple[int, int], Frame]:
     return (number, size), frame._replace(head=frame.head[SLOT.size :])
 
 
-def read_entries(frame: Frame) -> list[tuple[int, int]]:
+def read_entries(num_entries: int, head: bytes | memoryview) -> list[tuple[int, int]]:
     """(group, index) of each block in the payload."""
-    if len(frame.head) != frame.entries * ENTRY.size:
+    if len(head) != num_entries * ENTRY.size:
         raise PeerGone("it sent blocks without saying which")
-    return list(ENTRY.iter_unpack(frame.head))
+    return list(ENTRY.iter_unpack(head))

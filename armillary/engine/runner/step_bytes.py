@@ -20,12 +20,15 @@ PREFIX = struct.Struct("<II")
 
 @dataclass(kw_only=True)
 class RankMessage:
-    """What rank 0 tells the others: run a step, write a LoRA adapter into a slot, or, with neither, stop."""
+    """What rank 0 tells the others: run a step, write a LoRA adapter into a slot, exchange KV blocks with another
+    engine, or, with none of them, stop."""
 
     step: Step | None = None
     masks: dict[int, bytes] = field(default_factory=dict)
     adapter: tuple[int, str] | None = None
     """slot and folder"""
+    transfer: dict[str, Any] | None = None
+    """an order of `engine/disaggregation`"""
 
 
 def encode(message: RankMessage) -> bytes:
@@ -37,6 +40,8 @@ def encode(message: RankMessage) -> bytes:
         arrays = [*_step_arrays(message.step), *message.masks.values()]
     if message.adapter is not None:
         header["adapter"] = message.adapter
+    if message.transfer is not None:
+        header["transfer"] = message.transfer
     text, data = json.dumps(header, separators=(",", ":")).encode(), b"".join(arrays)
     return PREFIX.pack(len(text), len(data)) + text + data
 
@@ -51,6 +56,7 @@ def decode(text: bytes | memoryview, data: bytes | memoryview) -> RankMessage:
     if "adapter" in header:
         slot, folder = header["adapter"]
         message.adapter = slot, folder
+    message.transfer = header.get("transfer")
     return message
 
 

@@ -7,7 +7,7 @@ same seeds, so that the next step finds them on its own device.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -286,7 +286,13 @@ class Leader:
         self.channel.close()
 
 
-def follow(executor: FastExecutor) -> int:
+class Obeys(Protocol):
+    """Exchanges this rank's part of KV blocks with another engine (`engine/disaggregation`)."""
+
+    def obey(self, order: dict[str, Any]) -> None: ...
+
+
+def follow(executor: FastExecutor, transfer: Obeys | None = None) -> int:
     """On the other ranks: run the steps that rank 0 sends until it stops; returns their number. RankGone where it ends
     without stopping them."""
     channel, count = StepReceiver(dist.get_rank()), 0
@@ -301,6 +307,9 @@ def follow(executor: FastExecutor) -> int:
             adapters.put(
                 slot, read_adapter(folder, executor.forward.model.config, max_rank=adapters.rank, on=adapters.on)
             )
+        elif message.transfer is not None:
+            assert transfer is not None
+            transfer.obey(message.transfer)
         elif message.step is None:
             channel.close()
             return count

@@ -50,6 +50,7 @@ from armillary.store.gauges import GaugeWriter
 
 if TYPE_CHECKING:
     from armillary.engine.llm import LLM
+    from armillary.engine.runner.tensor_parallel import Obeys
 
 _WAIT_S = 30 * 86_400.0
 """collective timeout of the other ranks, which receive nothing while the server is idle"""
@@ -81,7 +82,7 @@ def main(run: Run) -> None:
 
 def run(config: EngineConfig, inbox: Iterator[Any], send_queue: SendQueue) -> None:
     """Load the model, report it, and serve until the server has closed the socket."""
-    from armillary.engine.disaggregation.roles import connect, refuse_role
+    from armillary.engine.disaggregation.roles import connect, follower
     from armillary.engine.llm import LLM
     from armillary.parallel.world import join_world
 
@@ -89,7 +90,6 @@ def run(config: EngineConfig, inbox: Iterator[Any], send_queue: SendQueue) -> No
     for file in config.model_code:
         load_family_file(file)
     with join_world(config.device, timeout_s=_WAIT_S) as world:
-        refuse_role(config.serve, world.size)
         record = _recorder(config) if world.is_main else None
         llm = LLM(
             config.model,
@@ -104,7 +104,8 @@ def run(config: EngineConfig, inbox: Iterator[Any], send_queue: SendQueue) -> No
             lost = _load_adapters(llm, config.adapters)
             worker = start(llm.engine, send_queue)
             if config.serve.role != "combined":
-                connect(llm.engine, worker, config.serve, Path(config.model))
+                group = None if llm.ranks is None else llm.ranks.tp
+                connect(llm.engine, worker, config.serve, Path(config.model), group)
             send_queue.send(_started(llm, phases, lost))
             apart = Structures(llm.tokenizer, llm.engine.scheduler.settings.vocab)
             receiver = RequestReceiver(llm.engine, worker, send_queue, structures=llm.structures, apart=apart)
@@ -113,7 +114,9 @@ def run(config: EngineConfig, inbox: Iterator[Any], send_queue: SendQueue) -> No
             if record is not None:
                 record.close()
         else:
-            threading.Thread(target=_follow, args=(llm,), daemon=True).start()
+            assert llm.ranks is not None
+            transfer = follower(llm.engine, config.serve, llm.ranks.tp) if config.serve.role != "combined" else None
+            threading.Thread(target=_follow, args=(llm, transfer), daemon=True).start()
             next(inbox, None)
         os._exit(0)
 
@@ -129,9 +132,9 @@ def _recorder(config: EngineConfig) -> GaugeLog | None:
         return None
 
 
-def _follow(llm: LLM) -> None:
+def _follow(llm: LLM, transfer: Obeys | None) -> None:
     try:
-        llm.follow()
+        llm.follow(transfer)
     except BaseException:
         traceback.print_exc()
     os._exit(1)  # a rank is of no use without rank 0

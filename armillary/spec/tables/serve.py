@@ -215,8 +215,10 @@ class Serve:
             raise BadRecipe(f"serve.role={self.role} needs serve.prefill=HOST:PORT, the prefill server's address")
         if not self.prefix_cache:
             raise BadRecipe(f"serve.role={self.role} exchanges blocks of the prefix cache; set serve.prefix_cache=true")
-        if self.pp > 1 or self.ep > 1:
-            raise BadRecipe(f"serve.role={self.role} is for one device per server yet; leave serve.pp and serve.ep 1")
+        if self.pp > 1:
+            raise BadRecipe(
+                f"serve.role={self.role} takes blocks with the layers of one stage; leave serve.pp 1, use --tp"
+            )
         if self.has_draft_model:
             what = "KV blocks of a draft model" if self.speculate == "draft" else "hidden states for a draft head"
             raise BadRecipe(f"serve.role={self.role} sends no {what}; take serve.speculate=ngram")

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from armillary.engine.disaggregation import wire
+from armillary.engine.disaggregation import prefill_rank, wire
+from armillary.engine.disaggregation.prefill_rank import PrefillRank
 from armillary.engine.disaggregation.prefill_side import PrefillSide
 from armillary.engine.disaggregation.roles import connect
 from armillary.engine.disaggregation.shared_memory import SharedFrames, SharedSlots
-from armillary.engine.disaggregation.wire import Frame, FrameType, PeerGone, Prompt
+from armillary.engine.disaggregation.wire import Frame, FrameType, PeerGone, Prompt, Welcome
 from armillary.engine.engine_thread import EngineThread
 from armillary.engine.llm import LLM
 from armillary.engine.output.output_text import OutputDelta
@@ -29,6 +30,7 @@ from armillary.engine.scheduler import invariants
 from armillary.errors import BadInput, BadRecipe
 from armillary.model.transformer import build
 from armillary.model.weights.hf_weights import save_model
+from armillary.parallel.world import World
 from armillary.spec.hf.config import from_hf
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve
@@ -52,11 +54,18 @@ PROMPTS.append(PROMPTS[0][:50] + PROMPTS[1][:20])  # continues what another bega
 class Side:
     """An engine in its thread, with its part in disaggregation."""
 
-    def __init__(self, folder: Path, serve: Serve) -> None:
-        self.llm = LLM(folder, serve, device="cpu")
+    def __init__(self, folder: Path, serve: Serve, world: World | None = None) -> None:
+        """On the first rank of a `world`."""
+        self.llm = LLM(folder, serve, device="cpu", world=world)
         self.engine = self.llm.engine
         self.worker = EngineThread(self.engine).start()
-        self.part = connect(self.engine, self.worker, serve, folder)
+        group = None if self.llm.ranks is None else self.llm.ranks.tp
+        self.part = connect(self.engine, self.worker, serve, folder, group)
+
+    def close(self) -> None:
+        self.part.close()
+        self.worker.stop()
+        self.llm.close()
 
     def gauge(self, name: str) -> float:
         assert self.engine.transfer is not None
@@ -101,10 +110,14 @@ def until(what: Callable[[], bool], seconds: float = 15.0) -> None:
         time.sleep(0.005)
 
 
-def free_address() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{sock.getsockname()[1]}"
+def free_address(ranks: int = 1) -> str:
+    """The first of as many free ports in a row."""
+    while True:
+        with ExitStack() as stack, suppress(OSError, OverflowError):
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for rank in range(1, ranks):
+                stack.enter_context(socket.create_server(("127.0.0.1", first + rank)))
+            return f"127.0.0.1:{first}"
 
 
 @contextmanager
@@ -113,8 +126,7 @@ def side(folder: Path, role: str, address: str, **settings: object) -> Iterator[
     try:
         yield made
     finally:
-        made.part.close()
-        made.worker.stop()
+        made.close()
 
 
 @contextmanager
@@ -147,6 +159,7 @@ MODELS: dict[str, ModelConfig] = {
     ),
     "windows": from_hf(_SHAPE | {"model_type": "qwen3"} | _WINDOWS, name="windows"),
     "latents": latent(vocab=96, context=128),
+    "four KV heads": from_hf(_SHAPE | {"model_type": "llama", "num_key_value_heads": 4}, name="four"),
 }
 
 
@@ -224,7 +237,7 @@ def test_blocks_are_sent_after_every_chunk(folders: Folders) -> None:
             while (frame := wire.receive(sock, lambda size: memoryview(bytearray(size)))).kind is not FrameType.DONE:
                 frames.append(frame)
         assert not frame.head and {sent.number for sent in frames} == {7}
-        chunks = [[index for _, index in wire.read_entries(sent)] for sent in frames if sent.entries]
+        chunks = [[index for _, index in wire.read_entries(sent.entries, sent.head)] for sent in frames if sent.entries]
         assert len(chunks) >= 4 and list(chain.from_iterable(chunks)) == list(range(2, 22))  # 88 tokens, 24 per step
         prefill.checked()
 
@@ -232,11 +245,11 @@ def test_blocks_are_sent_after_every_chunk(folders: Folders) -> None:
 def test_with_no_more_shared_memory_blocks_go_over_the_connection(
     folders: Folders, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PrefillSide, "slots", lambda side: SharedSlots(4096, 4096))
+    monkeypatch.setattr(PrefillRank, "_slots", lambda rank, block_bytes, window_bytes: SharedSlots(4096, 4096))
+    monkeypatch.setattr(prefill_rank, "_FRAME_BYTES", 1)
     monkeypatch.setattr(SharedSlots, "give_back", lambda slots, number: None)
     taken = Taken(monkeypatch)
-    with pair(folders["dense"]) as (prefill, decode):
-        monkeypatch.setattr(prefill.part, "_at_once", 1)
+    with pair(folders["dense"]) as (_, decode):
         assert decode.tokens(PROMPTS) == expected["dense"]
         assert taken.count == 1 and decode.gauge("kv_fetched_total") >= 4
 
@@ -268,7 +281,7 @@ def test_a_decode_side_that_frees_what_it_does_not_have_is_gone(folders: Folders
         assert isinstance(prefill.part, PrefillSide)
         with socket.create_connection(prefill.part.address, timeout=10) as sock:
             wire.send(sock, wire.hello(prefill.part.fingerprint))
-            assert SharedFrames.opened(bytes(wire.receive(sock).head)) is not None
+            assert SharedFrames.opened(Welcome.read(wire.receive(sock)).offer) is not None
             wire.send(sock, Frame(FrameType.SHARE))
             wire.send(sock, Frame(FrameType.FREE, 3))
             with pytest.raises(PeerGone):
@@ -303,7 +316,8 @@ def test_a_prefill_side_that_is_gone_costs_time_and_no_request(folders: Folders,
 def accept(listener: socket.socket) -> tuple[socket.socket, int]:
     """A prefill server that agrees to everything, up to its first request: (connection, the request's number)."""
     sock, _ = listener.accept()
-    wire.send(sock, wire.receive(sock))
+    wire.receive(sock)
+    wire.send(sock, Welcome(bytes(16), 1, b"").frame())
     return sock, wire.receive(sock).number
 
 
@@ -374,12 +388,13 @@ def test_an_aborted_request_that_waits_for_blocks(folders: Folders) -> None:
             decode.checked()
 
 
-def test_a_decode_side_that_reads_nothing_stops_its_prompts_and_its_end_frees_them(folders: Folders) -> None:
+def test_a_decode_side_that_reads_nothing_stops_its_prompts_and_its_end_frees_them(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with side(folders["dense"], "prefill", free_address(), prefill_ahead_bytes=1) as prefill:
         assert isinstance(prefill.part, PrefillSide)
         sent = threading.Event()
-        monkey = prefill.part.sent
-        prefill.part.sent = lambda num_bytes, seconds: (sent.wait(), monkey(num_bytes, seconds))[1]  # type: ignore
+        monkeypatch.setattr(prefill.part, "_sent", lambda peer, num_bytes, seconds: sent.wait())
         with socket.create_connection(prefill.part.address) as sock:
             wire.send(sock, wire.hello(prefill.part.fingerprint))
             for number, prompt in enumerate(PROMPTS, 1):
@@ -410,7 +425,7 @@ def test_another_model_is_refused(folders: Folders) -> None:
         ({"role": "decode"}, "needs serve.prefill=HOST:PORT"),
         ({"prefill": "a:1"}, "is for serve.role="),
         ({"role": "prefill", "prefill": "a:1", "prefix_cache": False}, "prefix cache"),
-        ({"role": "prefill", "prefill": "a:1", "pp": 2}, "one device per server"),
+        ({"role": "prefill", "prefill": "a:1", "pp": 2}, "layers of one stage"),
         ({"role": "decode", "prefill": "a:1", "draft": "x"}, "draft model"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine.disaggregation.test_disaggregation import free_address
 from tests.serving.tiny import Server, run_server
 
 PROMPT = "def main(): return value, other, " * 30
@@ -20,14 +20,8 @@ BODY = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "
 SETTINGS = ("--set", "serve.kv_bytes=20MB", "--set", "serve.dtype=fp32", "--set", "serve.max_tokens_per_step=256")
 
 
-def role(name: str, port: int) -> tuple[str, ...]:
-    return *SETTINGS, "--set", f"serve.role={name}", "--set", f"serve.prefill=127.0.0.1:{port}"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def role(name: str, address: str, ranks: int) -> tuple[str, ...]:
+    return *SETTINGS, "--set", f"serve.role={name}", "--set", f"serve.prefill={address}", "--tp", str(ranks)
 
 
 def text_of(server: Server, body: dict[str, Any] = BODY) -> str:
@@ -37,13 +31,15 @@ def text_of(server: Server, body: dict[str, Any] = BODY) -> str:
 
 
 @pytest.mark.slow
-def test_two_servers_give_the_text_of_one_and_either_may_be_killed(folder: Path) -> None:
-    port = free_port()
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
+def test_two_servers_give_the_text_of_one_and_either_may_be_killed(folder: Path, ranks: tuple[int, int]) -> None:
+    address = free_address(ranks[0])
+    prefills, decodes = role("prefill", address, ranks[0]), role("decode", address, ranks[1])
     with run_server(folder, *SETTINGS) as one:
         expected = text_of(one)
         other = BODY | {"prompt": "x = [1, 2.5] # " + PROMPT}
         expected_other = text_of(one, other)
-    with run_server(folder, *role("prefill", port)) as prefill, run_server(folder, *role("decode", port)) as decode:
+    with run_server(folder, *prefills) as prefill, run_server(folder, *decodes) as decode:
         assert set(prefill.engine_pids()).isdisjoint(decode.engine_pids())
         decode.until(lambda: decode.metric("prefill_connected") == 1)
         assert text_of(decode) == expected
@@ -57,8 +53,8 @@ def test_two_servers_give_the_text_of_one_and_either_may_be_killed(folder: Path)
         for client in clients:
             client.start()
         decode.until(lambda: decode.metric("running") >= 1)
-        (engine,) = prefill.engine_pids()
-        os.kill(engine, signal.SIGKILL)  # running decodes go on, and new prompts are computed by the decode server
+        *_, last = prefill.engine_pids()
+        os.kill(last, signal.SIGKILL)  # running decodes go on, and new prompts are computed by the decode server
         assert text_of(decode, other) == expected_other
         for client in clients:
             client.join(60)
@@ -66,8 +62,8 @@ def test_two_servers_give_the_text_of_one_and_either_may_be_killed(folder: Path)
         prefill.until(prefill.is_ready, 60)  # its server started another engine
         decode.until(lambda: decode.metric("prefill_connected") == 1)
 
-        (engine,) = decode.engine_pids()
-        os.kill(engine, signal.SIGKILL)
+        *_, last = decode.engine_pids()
+        os.kill(last, signal.SIGKILL)
         prefill.until(lambda: prefill.metric("decode_servers") == 0)
         prefill.until(lambda: prefill.metric("kv_used_fraction") == 0)  # its blocks are free
         decode.until(lambda: decode.is_ready() and decode.metric("prefill_connected") == 1, 60)
@@ -77,7 +73,7 @@ def test_two_servers_give_the_text_of_one_and_either_may_be_killed(folder: Path)
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--set", "serve.role=decode", "--set", "serve.prefill=127.0.0.1:9", "--tp", "2"), "one device per server"),
+        (("--set", "serve.role=decode", "--set", "serve.prefill=h:9", "--set", "serve.pp=2"), "leave serve.pp 1"),
         (("--set", "serve.role=prefill"), "needs serve.prefill=HOST:PORT"),
     ],
 )
