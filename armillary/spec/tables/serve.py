@@ -72,7 +72,8 @@ class Serve:
     serve.prefill; decode: let the server there compute long prompts, and receive their KV blocks"""
     prefill: str = ""
     """server: HOST:PORT on which a prefill server takes decode servers' connections, and to which a decode server
-    connects; further ranks of the prefill server use the ports after it; what passes is neither encrypted nor authenticated, so a private network is needed"""
+    connects; further ranks of the prefill server use the ports after it; what passes is neither encrypted nor
+    authenticated, so a private network is needed"""
     prefill_min_tokens: int = 128
     """decode server: prompts with fewer tokens that its prefix cache does not have are computed there"""
     prefill_ahead_bytes: int = 256_000_000
