@@ -91,7 +91,7 @@ class DecodeRank:
         """Write those at places `chosen` of the next frame, of so many entries, into `blocks`, on all ranks together;
         False where some rank does not get it. `first`: what came on the first rank's connection."""
         arrived = [first] if first is not None else []
-        arrived += [found for source in self._sources if (found := source.next()) is not None]
+        arrived += [frame for source in self._sources if (frame := source.next()) is not None]
         try:
             came = self._agree(bool(arrived) and len(arrived) == len(self._heads) and self._fit(arrived, entries))
             if came:

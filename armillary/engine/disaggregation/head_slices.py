@@ -35,14 +35,14 @@ def head_slices(kv_heads: int, senders: int, receivers: int) -> dict[tuple[int, 
     exchanges more heads."""
     if senders == receivers:
         return {(rank, rank): HeadSlice(None, None) for rank in range(senders)}
-    found, copies = {}, max(1, senders // kv_heads)
+    slices, copies = {}, max(1, senders // kv_heads)
     for receiver in range(receivers):
         wanted = own_heads(kv_heads, receivers, receiver)
         for sender in range(receiver % copies, senders, copies):
             own = own_heads(kv_heads, senders, sender)
             begin, end = max(own.start, wanted.start), min(own.stop, wanted.stop)
             if begin < end:
-                found[sender, receiver] = HeadSlice(
+                slices[sender, receiver] = HeadSlice(
                     range(begin - own.start, end - own.start), range(begin - wanted.start, end - wanted.start)
                 )
-    return found
+    return slices
