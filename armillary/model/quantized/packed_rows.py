@@ -9,7 +9,7 @@ from torch import Tensor
 from armillary.errors import BadLayout
 from armillary.model.quantized.formats import Format, Plain, Rows
 
-Join = Callable[[Sequence[Tensor]], Tensor]  # of `hf_layout`: permutes rows, never changes what is in them
+Join = Callable[[Sequence[Tensor]], Tensor]  # of `fused_rows`: permutes rows, never changes what is in them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,18 +8,28 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from armillary.errors import BadModel
-from armillary.model.weights.gated_rows import conv_pair, gated_qkv_pair, inputs_pair
+from armillary.model.weights.fused_rows import (
+    Join,
+    Split,
+    gate_up_pair,
+    grouped_pair,
+    join_gate_ups,
+    join_stacked,
+    qkv_pair,
+    split_gate_ups,
+    split_stacked,
+    transposed,
+    transposed_back,
+)
+from armillary.model.weights.gated_rows import conv_pair, inputs_pair
 from armillary.spec.hf.tensor_names import TensorNames
 from armillary.spec.hf.user_family import find_family
 from armillary.spec.model import LayerKind, ModelConfig, MoE
 
 SELECTION_BIAS = "selection_bias"
 """a router's buffer, in fp32 for every dtype of the weights"""
-Join = Callable[[Sequence[Tensor]], Tensor]
-Split = Callable[[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +226,7 @@ def is_joined(linear: str, has: Callable[[str], bool]) -> bool:
 def _attention_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     for part in ["weight", "bias"] if config.qkv_bias else ["weight"]:
         sources = tuple(f"{hf_prefix}{name}.{part}" for name in names.qkv)
-        join, split = _grouped_pair(config) if len(sources) > 3 else _qkv_pair(config, stacked=len(sources) == 1)
+        join, split = grouped_pair(config) if len(sources) > 3 else qkv_pair(config, stacked=len(sources) == 1)
         yield Rule(name=f"{prefix}attention.qkv.{part}", hf_names=sources, join=join, split=split)
     for part in ["weight", "bias"] if config.out_bias else ["weight"]:
         yield _same(f"{prefix}attention.out.{part}", f"{hf_prefix}{names.out}.{part}")
@@ -269,7 +279,7 @@ def _gated_delta_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_
 def _mlp_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     for part in ["weight", "bias"] if config.mlp_bias else ["weight"]:
         sources = tuple(f"{hf_prefix}{name}.{part}" for name in names.gate_up)
-        join, split = _gate_up_pair(stacked=len(sources) == 1)
+        join, split = gate_up_pair(stacked=len(sources) == 1)
         yield Rule(name=f"{prefix}mlp.up.{part}", hf_names=sources, join=join, split=split)
         yield _same(f"{prefix}mlp.down.{part}", f"{hf_prefix}{names.down}.{part}")
 
@@ -284,7 +294,7 @@ def _moe_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: 
         yield _same(f"{prefix}mlp.router.{SELECTION_BIAS}", f"{hf_prefix}{names.selection_bias}")
     if moe.shared_ffn:
         gate, up, down = (f"{hf_prefix}{name}.weight" for name in names.shared)
-        join, split = _gate_up_pair(stacked=False)
+        join, split = gate_up_pair(stacked=False)
         yield Rule(name=f"{prefix}mlp.shared.up.weight", hf_names=(gate, up), join=join, split=split)
         yield _same(f"{prefix}mlp.shared.down.weight", down)
     if moe.shared_gate:
@@ -296,7 +306,7 @@ def _moe_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: 
     experts = range(moe.num_experts)
     gate_ups = tuple(f"{hf_prefix}{name.format(e=e)}.weight" for e in experts for name in (gate, up))
     downs = tuple(f"{hf_prefix}{down.format(e=e)}.weight" for e in experts)
-    yield Rule(name=f"{prefix}mlp.experts.up_E2FH", hf_names=gate_ups, join=_join_gate_ups, split=_split_gate_ups)
+    yield Rule(name=f"{prefix}mlp.experts.up_E2FH", hf_names=gate_ups, join=join_gate_ups, split=split_gate_ups)
     yield Rule(
         name=f"{prefix}mlp.experts.down_EHF", hf_names=downs, join=torch.stack, split=lambda x: list(x.unbind(0))
     )
@@ -305,9 +315,9 @@ def _moe_rules(config: ModelConfig, names: TensorNames, prefix: str, hf_prefix: 
 def _stacked_rules(moe: MoE, names: TensorNames, prefix: str, hf_prefix: str) -> Iterator[Rule]:
     """Experts as [E, inputs, outputs], and their biases."""
     gate_up, down = (f"{hf_prefix}{name}" for name in names.stacked)
-    join, split = (_transposed, _transposed_back) if names.alternating else (_join_stacked, _split_stacked)
+    join, split = (transposed, transposed_back) if names.alternating else (join_stacked, split_stacked)
     yield Rule(name=f"{prefix}up_E2FH", hf_names=(gate_up,), join=join, split=split, transposed=True)
-    yield Rule(name=f"{prefix}down_EHF", hf_names=(down,), join=_transposed, split=_transposed_back, transposed=True)
+    yield Rule(name=f"{prefix}down_EHF", hf_names=(down,), join=transposed, split=transposed_back, transposed=True)
     if moe.expert_bias:
         if not names.alternating:
             raise BadModel("biases of stacked experts whose gates come first have no names; give the family rules")
@@ -317,86 +327,3 @@ def _stacked_rules(moe: MoE, names: TensorNames, prefix: str, hf_prefix: str) ->
 
 def _same(name: str, hf_name: str) -> Rule:
     return Rule(name=name, hf_names=(hf_name,), join=lambda parts: parts[0], split=lambda x: [x])
-
-
-# --- queries, keys and values: grouped per KV head as [q…, k, v]
-
-
-def _qkv_pair(config: ModelConfig, *, stacked: bool) -> tuple[Join, Split]:
-    kv_heads, dim, group = config.kv_heads, config.head_dim, config.heads // config.kv_heads
-    sizes = [config.heads * dim, kv_heads * dim, kv_heads * dim]
-    if config.attention_gate:
-        return gated_qkv_pair(kv_heads, dim, group)
-
-    def join(parts: Sequence[Tensor]) -> Tensor:
-        q, k, v = parts[0].split(sizes) if stacked else parts
-        grouped = [x.unflatten(0, (kv_heads, count, dim)) for x, count in ((q, group), (k, 1), (v, 1))]
-        return torch.cat(grouped, dim=1).flatten(0, 2)
-
-    def split(fused: Tensor) -> list[Tensor]:
-        grouped = fused.unflatten(0, (kv_heads, group + 2, dim))
-        parts = [grouped[:, :group].flatten(0, 2), grouped[:, group].flatten(0, 1), grouped[:, group + 1].flatten(0, 1)]
-        return [torch.cat(parts)] if stacked else parts
-
-    return join, split
-
-
-def _grouped_pair(config: ModelConfig) -> tuple[Join, Split]:
-    """Queries and several keys and values, each a tensor of its own: [q…, k1, k2, v1, v2] per KV head."""
-    kv_heads, dim, group = config.kv_heads, config.head_dim, config.heads // config.kv_heads
-
-    def join(parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat([x.unflatten(0, (kv_heads, -1, dim)) for x in parts], dim=1).flatten(0, 2)
-
-    def split(fused: Tensor) -> list[Tensor]:
-        grouped = fused.unflatten(0, (kv_heads, -1, dim)).split([group, 1, 1, 1, 1], dim=1)
-        return [part.flatten(0, 2) for part in grouped]
-
-    return join, split
-
-
-# --- gate and up: rows alternate
-
-
-def interleave(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.stack((gate, up), dim=1).flatten(0, 1)
-
-
-def _gate_up_pair(*, stacked: bool) -> tuple[Join, Split]:
-    def join(parts: Sequence[Tensor]) -> Tensor:
-        gate, up = parts[0].chunk(2) if stacked else parts
-        return interleave(gate, up)
-
-    def split(fused: Tensor) -> list[Tensor]:
-        gate, up = fused[0::2], fused[1::2]
-        return [torch.cat((gate, up))] if stacked else [gate, up]
-
-    return join, split
-
-
-def _join_gate_ups(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack([interleave(gate, up) for gate, up in zip(parts[0::2], parts[1::2], strict=True)])
-
-
-def _split_gate_ups(fused: Tensor) -> list[Tensor]:
-    return [half for expert in fused.unbind(0) for half in (expert[0::2], expert[1::2])]
-
-
-# --- stacked experts, stored [E, inputs, outputs]
-
-
-def _transposed(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0].transpose(1, 2)
-
-
-def _transposed_back(stacked: Tensor) -> list[Tensor]:
-    return [stacked.transpose(1, 2)]
-
-
-def _join_stacked(parts: Sequence[Tensor]) -> Tensor:
-    gate, up = parts[0].transpose(1, 2).chunk(2, dim=1)
-    return torch.stack((gate, up), dim=2).flatten(1, 2)
-
-
-def _split_stacked(stacked: Tensor) -> list[Tensor]:
-    return [torch.cat((stacked[:, 0::2], stacked[:, 1::2]), dim=1).transpose(1, 2)]

@@ -21,7 +21,8 @@ from armillary.model.quantized.packed_rows import FusedRows, PackedRows, join_ro
 from armillary.model.quantized.quantization_config import ReadModule
 from armillary.model.quantized.stored import Stored
 from armillary.model.transformer import Progress, Transformer
-from armillary.model.weights.hf_layout import Rule, interleave, is_of_mtp_layer, rules, tensor_names
+from armillary.model.weights.fused_rows import interleave
+from armillary.model.weights.hf_layout import Rule, is_of_mtp_layer, rules, tensor_names
 from armillary.model.weights.kv_ranges import SCALES
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.model import ModelConfig

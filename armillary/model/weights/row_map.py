@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from armillary.model.weights.hf_layout import Join
+from armillary.model.weights.fused_rows import Join
 
 
 class Run(NamedTuple):
