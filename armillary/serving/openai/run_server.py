@@ -186,6 +186,7 @@ async def _serve(
 
 async def _start(api: Api, address: str, say: Say) -> None:
     """Start the engine, and report the time of each phase."""
+    say(f"loading '{api.served.name}' ({address}/ready answers 200 once it takes requests)")
     started = await api.served.engine.start()
     gc.collect()
     gc.freeze()  # long-lived objects are not traversed again while requests are served
