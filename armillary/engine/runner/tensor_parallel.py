@@ -31,8 +31,9 @@ from armillary.model.moe.packed_experts import PackedExperts
 from armillary.model.moe.sorted_dispatch import SortedDispatch
 from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
 from armillary.model.weights.adapter_folder import Adapter, read_adapter
-from armillary.parallel.collectives import Group, all_gather, all_reduce
+from armillary.parallel.collectives import Group, all_gather
 from armillary.parallel.loading.read_plan import Span
+from armillary.parallel.shared_sum import sum_over
 from armillary.spec.model import ModelConfig
 
 # N query heads, K KV heads, D head dim, H hidden
@@ -56,14 +57,14 @@ def shard(executor: FastExecutor, config: ModelConfig, group: Group, experts: Ex
     if experts.parts > 1:  # these choose experts themselves, and have them all
         forward.kernels = replace(forward.kernels, moe=None, grouped_moe=None)
     forward.query_group = config.heads // group.size // local_kv_heads(config, group.size)
-    forward.reduce = lambda x: all_reduce(x, group)
+    forward.reduce = sum_over(group, executor.device)
     if config.qk_norm == "all":
         forward.into_cache = full_qk_norm(
             forward.kernels.qkv_cache,
             config,
             rank=group.rank,
             size=group.size,
-            add=lambda squares: all_reduce(squares, group),
+            add=forward.reduce,
         )
     if forward.kernels.small is not None:
         forward.kernels = replace(forward.kernels, small=None)  # every rank would add its residual

@@ -24,7 +24,8 @@ from armillary.machine.system_files import cpuinfo_flags
 from armillary.store.home import Home
 
 _HEADERS = ("lanes.h", "vector_math.h", "inputs.h")
-_SOURCES = (*_HEADERS, "packed_linear.cpp", "half_linear.cpp", "token_rows.cpp", "decode_attention.cpp")
+_UNITS = ("packed_linear", "half_linear", "token_rows", "decode_attention", "shared_sum")
+_SOURCES = (*_HEADERS, *(f"{unit}.cpp" for unit in _UNITS))
 _FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _TIMEOUT_S = 600.0
 
@@ -123,4 +124,8 @@ def load(path: Path) -> ctypes.CDLL:
     for name, types in arguments.items():
         function = getattr(kernels, f"armillary_{name}")
         function.argtypes, function.restype = types, None
+    kernels.armillary_shared_sum.argtypes = [
+        *(pointer, size, number, number, size),  # memory, bytes of a part, rank, ranks, number of the call
+        *(pointer, pointer, size, number, number, ctypes.c_double),  # x, y, size, width, resumed, patience
+    ]
     return kernels
