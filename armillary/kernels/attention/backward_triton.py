@@ -6,7 +6,7 @@ One kernel for dK and dV, one for dQ, no atomics. Both recompute the scores from
 import triton
 import triton.language as tl
 
-from armillary.kernels.attention.forward_triton import rows
+from armillary.kernels.attention.scores_triton import rows
 
 # B batch, T queries, N query heads, D head dim
 

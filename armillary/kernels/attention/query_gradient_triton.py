@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from armillary.kernels.attention.backward_triton import score_gradient
-from armillary.kernels.attention.forward_triton import key_range, rows, scores, tile
+from armillary.kernels.attention.scores_triton import key_range, rows, scores, tile
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
 
