@@ -259,7 +259,7 @@ def _serve(out: Output, home: Home, asked: dict[str, Any], how: str) -> None:
         from armillary.planning.node_ranking import rank_serving
 
         with out.progress("trying nodes", unit="node"):
-            ranked = rank_serving(serving_request(recipe, config, find_cluster(recipe), home))
+            ranked = rank_serving(serving_request(recipe, config, find_cluster(recipe), home, is_corrected=False))
         return plan_serving.say_serving_ranking(out, ranked)
     say = {
         "predict": plan_serving.say_serving,
@@ -302,9 +302,10 @@ def table(
 def calibrate(out: Output, home: Home, runs: tuple[str, ...], chip: str | None) -> None:
     """Correct the plans of this cluster by runs that were measured on it.
 
-    RUN is a training run of ours, or LOG=RECIPE.toml: a log of torchtitan, Megatron-LM or the Hugging Face Trainer with
-    the recipe of its run (armillary import makes one). Computation, communication and overhead get a factor each, which
-    few runs move little; it is kept where it brings runs that it has not seen nearer. Without RUN: what is stored.
+    RUN is a run of ours, or LOG=RECIPE.toml with the recipe of what ran: a log of torchtitan, Megatron-LM or the
+    Hugging Face Trainer (armillary import makes the recipe), or a metrics page of vLLM, SGLang or TGI under load.
+    Computation, communication and overhead get a factor each, which few runs move little; it is kept where it brings
+    runs that it has not seen nearer. Training and serving are corrected apart. Without RUN: what is stored.
     """
     from armillary.cli.plan import calibrate as plan_calibrate
 

@@ -89,7 +89,7 @@ def small_replica(home: Home) -> tuple[Replica, Serve]:
             "traffic": {"tokens_in": PROMPT, "tokens_out": TOKENS},
         }
     )
-    request = serving_request(recipe, recipe.model_config(), here(device="cpu"), home)
+    request = serving_request(recipe, recipe.model_config(), here(device="cpu"), home, is_corrected=False)
     return server_of(request, recipe.layout).replica, request.serve
 
 

@@ -7,7 +7,7 @@ trainer is not taken for the cluster's.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from armillary.errors import BadInput
 from armillary.planning.device_model.correction import RunTime
@@ -15,12 +15,23 @@ from armillary.planning.device_model.frameworks import software
 from armillary.planning.device_model.vectorised_layouts import as_arrays
 from armillary.planning.training.resolve_recipe import TrainingProblem, resolve
 from armillary.planning.training.step_time import StepTime, step_time
+from armillary.spec.hardware import Cluster
+from armillary.spec.model import ModelConfig
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, recipe_from_dict
 from armillary.store.home import Home
 
 FRAMEWORKS = {"torchtitan": "torchtitan", "megatron": "Megatron-LM", "hf-trainer": "HF Trainer"}
 """program of a log -> its name in frameworks.toml; one that is not there is planned from physics"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """What another program ran, by the recipe that a person gives with its log or page."""
+
+    recipe: Recipe
+    model: ModelConfig
+    cluster: Cluster
 
 
 def run_time(name: str, measured_s: float, plan: Plan, home: Home) -> RunTime:
@@ -32,9 +43,10 @@ def run_time(name: str, measured_s: float, plan: Plan, home: Home) -> RunTime:
     return _planned(name, measured_s, problem)
 
 
-def log_time(name: str, measured_s: float, by: str, recipe: Recipe, home: Home) -> RunTime:
+def log_time(name: str, measured_s: float, by: str, described: Described, home: Home) -> RunTime:
     """A log of another program with the recipe that describes its run."""
-    problem = resolve(recipe, recipe.model_config(), recipe.cluster(), home, is_run=True, is_corrected=False)
+    recipe = described.recipe
+    problem = resolve(recipe, described.model, described.cluster, home, is_run=True, is_corrected=False)
     known = software(FRAMEWORKS.get(by, by), chip=problem.case.cluster.chip.name)
     return _planned(name, measured_s, replace(problem, case=replace(problem.case, software=known)))
 

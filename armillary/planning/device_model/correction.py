@@ -6,7 +6,8 @@ has much of stays as planned (ridge regression, a Gaussian prior and Gaussian no
 
     minimise  Σ_runs (ln(Σ_k f_k · part_k) − ln measured)² / NOISE²  +  Σ_k (ln f_k)² / PRIOR²
 
-Stored as corrections/CHIP.json beside the peaks, and used by later plans for that chip until it is removed.
+Stored as corrections/CHIP.json beside the peaks, and used by later plans of trainings on that chip until it is
+removed; what engine steps took corrects serving plans, and is in CHIP.serving.json.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from armillary.planning.device_model.vectorised_layouts import Array
 from armillary.store import nan_safe_json
 from armillary.store.home import Home
 
+Work = Literal["training", "serving"]
 PARTS = ("compute", "communication", "overhead")
 """computation and the bubbles it leaves; communication that it does not hide; optimizer, launches, waiting"""
 PRIOR = 0.3
@@ -40,7 +42,7 @@ ROUNDS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class RunTime:
-    """The step of one run: as measured, and its parts as planned without corrections."""
+    """The step of one run, of a trainer or of an engine: as measured, and its parts as planned without corrections."""
 
     name: str
     measured_s: float
@@ -61,6 +63,8 @@ class Correction:
     """Factors of a chip's plans, the runs they are from, and what they are worth."""
 
     chip: str
+    work: Work = "training"
+    """whose plans it corrects"""
     compute: float = 1.0
     communication: float = 1.0
     overhead: float = 1.0
@@ -80,6 +84,14 @@ class Correction:
         """Whether runs that the fit had not seen came out nearer than without it; a single run cannot say."""
         return self.error_left_out is None or self.error_left_out < self.error_before
 
+    @property
+    def note(self) -> str:
+        """What a corrected plan says of it."""
+        return (
+            f"corrected by {len(self.runs)} runs here ({self.date}): {self.text()}; "
+            f"armillary plan calibrate --remove {self.chip} takes it back"
+        )
+
     def text(self) -> str:
         """'computation × 1.12, overhead × 0.95'."""
         words = {"compute": "computation"}
@@ -87,12 +99,13 @@ class Correction:
         return ", ".join(f"{words.get(part, part)} × {factor:.2f}" for part, factor in moved.items()) or "nothing"
 
 
-def fit_correction(chip: str, runs: Sequence[RunTime]) -> Correction:
+def fit_correction(chip: str, runs: Sequence[RunTime], work: Work = "training") -> Correction:
     """Factors of all runs, judged by leaving each out in turn."""
     factors = fit_factors(runs)
     left_out = [run.error(fit_factors([other for other in runs if other is not run])) for run in runs]
     return Correction(
         chip=chip,
+        work=work,
         **factors,
         runs=tuple(run.name for run in runs),
         date=time.strftime("%Y-%m-%d", time.gmtime()),
@@ -126,15 +139,15 @@ def folder(home: Home) -> Path:
 def save_correction(home: Home, correction: Correction) -> Path:
     from armillary.store.atomic import write_json  # the store's locks are slow to import
 
-    path = _path(home, correction.chip)
+    path = _path(home, correction.chip, correction.work)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(correction))
     return path
 
 
-def load_correction(home: Home, chip: str) -> Correction | None:
-    """The stored correction of a chip, if any."""
-    path = _path(home, chip)
+def load_correction(home: Home, chip: str, work: Work = "training") -> Correction | None:
+    """The stored correction of a chip's plans, if any."""
+    path = _path(home, chip, work)
     return _read(path) if path.is_file() else None
 
 
@@ -143,18 +156,21 @@ def corrections(home: Home) -> list[Correction]:
     return [_read(path) for path in sorted(folder(home).glob("*.json"))]
 
 
-def remove_correction(home: Home, chip: str) -> Correction:
-    """Forget a chip's correction."""
-    known = load_correction(home, chip)
-    if known is None:
-        chips = ", ".join(each.chip for each in corrections(home)) or "none is stored"
+def remove_corrections(home: Home, chip: str) -> list[Correction]:
+    """Forget those of a chip."""
+    both: tuple[Work, ...] = ("training", "serving")
+    known = [found for work in both if (found := load_correction(home, chip, work)) is not None]
+    if not known:
+        chips = ", ".join(sorted({each.chip for each in corrections(home)})) or "none is stored"
         raise NotFound(f"no correction of {chip}; armillary plan calibrate lists them: {chips}")
-    _path(home, chip).unlink()
+    for each in known:
+        _path(home, chip, each.work).unlink()
     return known
 
 
-def _path(home: Home, chip: str) -> Path:
-    return folder(home) / (re.sub(r"[^A-Za-z0-9._-]+", "-", chip).strip("-") + ".json")
+def _path(home: Home, chip: str, work: Work) -> Path:
+    ending = ".json" if work == "training" else f".{work}.json"
+    return folder(home) / (re.sub(r"[^A-Za-z0-9._-]+", "-", chip).strip("-") + ending)
 
 
 def _read(path: Path) -> Correction:

@@ -204,7 +204,8 @@ def distinct(column: Ints) -> tuple[Ints, Ints]:
     span = int(column.max()) - low + 1 if len(column) else 0
     if span > SPREAD * len(column):
         return _sorted_apart(column)
-    places, position = column - low, np.full(span, -1, dtype=np.int64)
+    places = column - low
+    position: Ints = np.full(span, -1, dtype=np.int64)
     position[places[::-1]] = np.arange(len(column) - 1, -1, -1)  # of equal indices the last one assigned stays
     present = position >= 0
     number = np.cumsum(present) - 1

@@ -32,6 +32,7 @@ from armillary.spec.tables.serve import Serve
 from armillary.spec.tables.traffic import Cost, Objective, Traffic
 
 if TYPE_CHECKING:
+    from armillary.planning.device_model.correction import Correction
     from armillary.store.peaks import Peaks
     from armillary.store.stored_weights import StoredWeights
 
@@ -58,6 +59,8 @@ class Request:
     threads: Threads | None = None
     stored: StoredWeights | None = None
     """the files of a quantized checkpoint: then their format is the only one"""
+    correction: Correction | None = None
+    """factors from engine steps of this cluster"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +222,7 @@ def _server(request: Request, split: Split, dtypes: ServingDtypes) -> Server:
         rates=request.rates or own_rates(),
         measured=request.measured,
         stored=request.stored,
+        correction=request.correction,
     )
     return Server(replica=replica, serve=request.serve, traffic=request.traffic)
 

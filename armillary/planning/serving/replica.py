@@ -15,7 +15,7 @@ follows what skinny GEMMs measure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ from armillary.spec.hardware import Cluster
 from armillary.spec.model import ModelConfig
 
 if TYPE_CHECKING:  # the store's locks and sockets are slow to import
+    from armillary.planning.device_model.correction import Correction
     from armillary.store.peaks import Peaks
     from armillary.store.stored_weights import StoredWeights
 
@@ -46,6 +47,16 @@ EXPERT_TILE = 64
 """rows that an expert's last thread block computes in vain, on average; at most as many as it has"""
 SHARED_HEAD_DIM = 128
 """head dim for which every engine has decode kernels that read a KV head once for its group of query heads"""
+PARTS = {
+    "gemm_s": "compute",
+    "experts_s": "compute",
+    "attention_s": "compute",
+    "other_s": "compute",
+    "comm_s": "communication",
+    "kernels_s": "overhead",
+    "host_s": "overhead",
+}
+"""field of EngineStepTime -> part of the step that runs can correct (device_model/correction.py)"""
 CALLS = {"step": 235, "row": 90, "layer": 61, "layer and row": 22}
 """torch calls per step of our engine on a CPU, sampling included; a test counts them"""
 
@@ -69,6 +80,17 @@ class EngineStepTime:
     def total_s(self) -> float:
         return float(sum(getattr(self, part.name) for part in fields(self)))
 
+    def parts(self) -> dict[str, float]:
+        """Seconds by part of PARTS."""
+        sums = dict.fromkeys(PARTS.values(), 0.0)
+        for name, part in PARTS.items():
+            sums[part] += getattr(self, name)
+        return sums
+
+    def corrected(self, factors: Mapping[str, float]) -> EngineStepTime:
+        """Every term times the factor of its part."""
+        return EngineStepTime(**{name: getattr(self, name) * factors[part] for name, part in PARTS.items()})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
@@ -83,6 +105,8 @@ class Replica:
     measured: Peaks | None = None
     stored: StoredWeights | None = None
     """the files of a quantized checkpoint, which is loaded as it is"""
+    correction: Correction | None = None
+    """factors from engine steps of this cluster (armillary plan calibrate)"""
     dispatch: Dispatch = "all-to-all"
     """how rows get to the experts of other ranks"""
     same_tokens: bool = False
@@ -126,7 +150,11 @@ class Replica:
         return self.step([Group(count=count, queries=1, keys=context + 1)])
 
     def seconds(self, work: StepWork) -> float:
-        """Seconds of a step with that work; its decodes are taken as equally long, and so are its prefill chunks."""
+        """Seconds of a step with that work."""
+        return self.step_of(work).total_s
+
+    def step_of(self, work: StepWork) -> EngineStepTime:
+        """A step with that work; its decodes are taken as equally long, and so are its prefill chunks."""
         rows, chunks = int(work.decode_tokens), int(work.prefill_rows)
         groups = []
         if rows:
@@ -134,13 +162,14 @@ class Replica:
         if chunks:
             keys = round((work.prefill_past + work.prefill_tokens) / chunks)
             groups.append(Group(count=chunks, queries=round(work.prefill_tokens / chunks), keys=keys))
-        return self.step(groups).total_s
+        return self.step(groups)
 
     def step(self, groups: Sequence[Group]) -> EngineStepTime:
         """One engine step over `groups`, all sequences of the replica; each ep rank runs its share."""
         key = tuple(groups)
         if key not in self._steps:
-            self._steps[key] = self._step(groups)
+            planned = self._step(groups)
+            self._steps[key] = planned if self.correction is None else planned.corrected(self.correction.factors)
         return self._steps[key]
 
     @cached_property
@@ -190,9 +219,9 @@ class Replica:
 
     def head_s(self, rows: int) -> float:
         """Output projection of `rows` tokens: with pipeline stages, the extra work of the last one."""
-        return sum(
-            count * self._gemm_s(op) for op, count in self.forward.ops(rows, rows, decoding=True) if op.name == "head"
-        )
+        factor = 1.0 if self.correction is None else self.correction.compute
+        ops = self.forward.ops(rows, rows, decoding=True)
+        return factor * sum(count * self._gemm_s(op) for op, count in ops if op.name == "head")
 
     # --- parts
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from armillary.errors import ArmillaryError, BadInput
+from armillary.planning.device_model.correction import load_correction
 from armillary.planning.device_model.measured_peaks import cpu_peaks
 from armillary.planning.serving.capacity import Capacity
 from armillary.planning.serving.cpu_threads import Threads, engine_threads, peaks_of_threads
@@ -160,7 +161,7 @@ def serving_plan(
 ) -> ServingPlan:
     """The recipe's layout where it has one (unless `search`), else the cheapest option that meets the objectives; with
     measured ceilings of this device if any."""
-    problem = resolve(recipe, config, cluster, home)
+    problem = resolve(recipe, config, cluster, home, is_corrected=False)
     request = _request(problem, cluster, home)
     if search or not _is_set(recipe.layout):
         tried = tuple(deployment_options(request))
@@ -174,16 +175,20 @@ def serving_plan(
         chosen=tried[0],
         tried=tried,
         pools=_pools(request, tried[0]),
-        assumed=problem.notes,
+        assumed=(*problem.notes, *([request.correction.note] if request.correction else [])),
     )
 
 
-def serving_request(recipe: Recipe, config: ModelConfig, cluster: Cluster, home: Home) -> Request:
-    """A recipe's serving problem, on devices as the planner sees them."""
-    return _request(resolve(recipe, config, cluster, home), cluster, home)
+def serving_request(
+    recipe: Recipe, config: ModelConfig, cluster: Cluster, home: Home, *, is_corrected: bool = True
+) -> Request:
+    """A recipe's serving problem, on devices as the planner sees them, with the corrections by their engine steps if
+    any."""
+    problem = resolve(recipe, config, cluster, home, is_corrected=False)
+    return _request(problem, cluster, home, is_corrected=is_corrected)
 
 
-def _request(problem: TrainingProblem, cluster: Cluster, home: Home) -> Request:
+def _request(problem: TrainingProblem, cluster: Cluster, home: Home, *, is_corrected: bool = True) -> Request:
     recipe, measured = problem.recipe, problem.case.measured or problem.case.recorded
     if cluster.chip.kind == "cpu" and cluster.name == "here":  # a server is one process, however many ranks train
         measured, _ = cpu_peaks(home, cluster.chip, cluster.num_devices, 1)
@@ -197,6 +202,7 @@ def _request(problem: TrainingProblem, cluster: Cluster, home: Home) -> Request:
         cost=recipe.cost,
         measured=measured,
         stored=_quantized(recipe),
+        correction=load_correction(home, problem.case.cluster.chip.name, "serving") if is_corrected else None,
     )
     _refuse_too_long(request)
     return _with_threads(request, recipe.layout, home) if cluster.name == "here" else request

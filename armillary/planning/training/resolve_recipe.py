@@ -81,11 +81,7 @@ def resolve(
     adapters = read_lora(lora, model) if lora is not None else lora_of(model, job)
     correction = load_correction(home, cluster.chip.name) if is_corrected else None
     if correction is not None:
-        notes = (
-            *notes,
-            f"corrected by {len(correction.runs)} runs here ({correction.date}): {correction.text()}; "
-            f"armillary plan calibrate --remove {correction.chip} takes it back",
-        )
+        notes = (*notes, correction.note)
     case = TrainCase(
         model=model,
         cluster=cluster,

@@ -56,4 +56,24 @@ def test_what_cannot_be_used_is_one_line(cli: Cli, logs: list[str], tmp_path: Pa
     assert "different chips" in cli("plan", "calibrate", logs[0], f"{log}={other}").err
     page = tmp_path / "gauges.jsonl"
     page.write_text(json.dumps({"engine_step_s": 0.01, "step": 1}) + "\n")
-    assert "no training steps" in cli("plan", "calibrate", str(page)).err
+    assert "has no plan" in cli("plan", "calibrate", str(page)).err
+
+
+def test_pages_of_a_server_correct_later_serving_plans(cli: Cli, tmp_path: Path) -> None:
+    """Four load tests of a real vLLM on an RTX 4090, and the page of an SGLang."""
+    pages = sorted((Path(__file__).parents[2] / "diagnosis" / "data" / "rtx4090").glob("*.prom"))
+    recipe = tmp_path / "vllm.toml"
+    recipe.write_text('[model]\nname = "qwen2.5-7b"\n[hardware]\non = "rtx-4090"\n[layout]\nprecision = "bf16"\n')
+    done = cli("plan", "calibrate", *(f"{page}={recipe}" for page in pages), "--json").json
+    assert (done["work"], done["kept"]) == ("serving", True) and done["error_left_out"] < 0.7 * done["error_before"]
+    assert "corrected by 4 runs" in " ".join(cli("plan", str(recipe), "--for", "serve").out.split())
+    assert "no longer corrected" in cli("plan", "calibrate", "--remove", "rtx-4090").out
+    sglang = pages[0].parents[1] / "sglang_overloaded.prom"
+    assert cli("plan", "calibrate", f"{sglang}={recipe}", "--json").json["work"] == "serving"
+    assert "has no plan" in cli("plan", "calibrate", str(sglang)).err
+
+
+def test_training_and_serving_are_corrected_apart(cli: Cli, logs: list[str], tmp_path: Path) -> None:
+    _, _, recipe = logs[0].partition("=")
+    page = Path(__file__).parents[2] / "diagnosis" / "data" / "sglang_overloaded.prom"
+    assert "different kinds" in cli("plan", "calibrate", logs[0], f"{page}={recipe}").err

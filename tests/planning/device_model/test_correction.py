@@ -17,7 +17,7 @@ from armillary.planning.device_model.correction import (
     fit_correction,
     fit_factors,
     load_correction,
-    remove_correction,
+    remove_corrections,
     save_correction,
 )
 from armillary.planning.device_model.vectorised_layouts import as_arrays
@@ -62,9 +62,9 @@ def test_stored_listed_and_removed(tmp_path: Path) -> None:
     path = save_correction(home, kept)
     assert load_correction(home, kept.chip) == kept and corrections(home) == [kept]
     assert load_correction(home, "h100") is None
-    assert remove_correction(home, kept.chip) == kept and corrections(home) == []
+    assert remove_corrections(home, kept.chip) == [kept] and corrections(home) == []
     with pytest.raises(NotFound, match="none is stored"):
-        remove_correction(home, kept.chip)
+        remove_corrections(home, kept.chip)
     path.write_text('{"chip": "x", "compute": -1, "runs": []}')
     with pytest.raises(BadData, match="delete it"):
         corrections(home)
