@@ -159,7 +159,7 @@ def corrections(home: Home) -> list[Correction]:
 def remove_corrections(home: Home, chip: str) -> list[Correction]:
     """Forget those of a chip."""
     both: tuple[Work, ...] = ("training", "serving")
-    known = [found for work in both if (found := load_correction(home, chip, work)) is not None]
+    known = [each for work in both if (each := load_correction(home, chip, work)) is not None]
     if not known:
         chips = ", ".join(sorted({each.chip for each in corrections(home)})) or "none is stored"
         raise NotFound(f"no correction of {chip}; armillary plan calibrate lists them: {chips}")
