@@ -13,8 +13,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from armillary.engine.llm import LLM
+from armillary.model.transformer import build
+from armillary.model.weights.hf_weights import save_model
+from tests.engine.disaggregation.test_disaggregation import GREEDY as LONG_GREEDY
+from tests.engine.disaggregation.test_disaggregation import MODELS, SERVE
+from tests.engine.disaggregation.test_disaggregation import PROMPTS as LONG_PROMPTS
 from tests.model.quantized.folders import tiny_llama
 from tests.services.engine_rank import GREEDY, PROMPTS, TABLE
 
@@ -48,21 +54,14 @@ def _ip(*words: str) -> None:
 
 def start(hosts: tuple[str, str], rank: int, folder: Path, rounds: int, port: int) -> subprocess.Popen[str]:
     place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-    place |= {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": f"engine{rank}", "OMP_NUM_THREADS": 1}
-    environment = (
-        os.environ | {key: str(value) for key, value in place.items()} | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    )
-    line = [
-        "ip",
-        "netns",
-        "exec",
-        hosts[rank],
-        sys.executable,
-        "-m",
-        "tests.services.engine_rank",
-        str(folder),
-        str(rounds),
-    ]
+    place |= {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": f"engine{rank}"}
+    return run_on(hosts[rank], place, "tests.services.engine_rank", folder, rounds)
+
+
+def run_on(host: str, place: dict[str, object], module: str, *words: object) -> subprocess.Popen[str]:
+    environment = os.environ | {key: str(value) for key, value in place.items()}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    line = ["ip", "netns", "exec", host, sys.executable, "-m", module, *map(str, words)]
     return subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True)
 
 
@@ -86,3 +85,22 @@ def test_a_lost_host_ends_the_engine_with_a_reason(hosts: tuple[str, str], tmp_p
     second.communicate(timeout=60)
     out, _ = first.communicate(timeout=120)
     assert first.returncode == 3 and "ended: " in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
+def test_a_prefill_and_a_decode_server_on_two_hosts(
+    hosts: tuple[str, str], ranks: tuple[int, int], tmp_path: Path
+) -> None:
+    folder = save_model(build(MODELS["dense"], dtype=torch.float32, device="cpu", seed=3), tmp_path / "m")
+    processes = []
+    for host, role, size in zip(hosts, ("prefill", "decode"), ranks, strict=True):
+        for rank in range(size):
+            place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29_713, "GLOO_SOCKET_IFNAME": "lo"}
+            words = (role, folder, f"{ADDRESSES[0]}:29720", tmp_path / "over")
+            processes.append(run_on(host, place, "tests.services.role_rank", *words))
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3
+    tokens, gauges = json.loads(outputs[ranks[0]])
+    assert tokens == [made.tokens for made in LLM(folder, SERVE, device="cpu").generate(LONG_PROMPTS, LONG_GREEDY)]
+    assert gauges["kv_fetched_total"] >= 4 and not gauges["kv_fetch_failed_total"]
