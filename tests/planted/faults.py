@@ -79,13 +79,14 @@ def busy_logging(share: float) -> AbstractContextManager[Any]:
 
 
 def slow_link(share: float) -> AbstractContextManager[Any]:
-    """Tensor-parallel exchanges take `share` times as long again as what was computed since the one before."""
+    """Tensor-parallel exchanges take `share` times as long again as what was computed since the one before. Computed is
+    what took a core: waits for other ranks would make each other longer, step by step."""
     from armillary.parallel import collectives
 
-    timed, last = collectives.timed, [time.perf_counter()]
+    timed, last = collectives.timed, [time.thread_time()]
 
     def slowly(group: Any, exchange: Callable[[], Any]) -> Any:
-        computed = time.perf_counter() - last[0]
+        computed = time.thread_time() - last[0]
 
         def delayed() -> Any:
             made = exchange()
@@ -93,7 +94,7 @@ def slow_link(share: float) -> AbstractContextManager[Any]:
             return made
 
         made = timed(group, delayed)
-        last[0] = time.perf_counter()
+        last[0] = time.thread_time()
         return made
 
     return mock.patch.object(collectives, "timed", slowly)

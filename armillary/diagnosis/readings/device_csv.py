@@ -1,4 +1,4 @@
-"""CSV of `nvidia-smi --query-gpu=… --format=csv -l 1`, and of dcgm-exporter's fields, as a Reading of the devices.
+"""CSV of `nvidia-smi --query-gpu=… --format=csv -l 1`, or with the names of DCGM's fields, as a Reading of the devices.
 
 Each row is one device at one moment. Columns are found by their names, units and order do not matter.
 """
@@ -6,6 +6,7 @@ Each row is one device at one moment. Columns are found by their names, units an
 import csv
 import io
 import re
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from armillary.diagnosis.readings.log_lines import number
@@ -41,8 +42,15 @@ def is_device_csv(text: str) -> bool:
 
 
 def read_device_csv(text: str, source: str) -> Reading:
-    """One record per row, and what matters of the whole: the slowest device's clock while it worked, and its cause."""
+    """One record per row."""
     rows = [_record(row) for row in csv.DictReader(io.StringIO(text.lstrip("\ufeff")))]
+    return reading_of_devices(rows, source, by="nvidia-smi")
+
+
+def reading_of_devices(
+    rows: Sequence[Mapping[str, float]], source: str, *, by: str, notes: tuple[str, ...] = ()
+) -> Reading:
+    """Records of devices as what matters of the whole: the slowest device's clock while it worked, and its cause."""
     values: dict[str, float] = {}
     working = [row for row in rows if row.get("busy_percent", 100.0) >= 50.0 and "sm_clock" in row]
     most = max((row.get("sm_clock_max", row["sm_clock"]) for row in working), default=0.0)
@@ -54,15 +62,17 @@ def read_device_csv(text: str, source: str) -> Reading:
             "slowest_device": slowest,
             "clock_fraction": fmean(by_device[slowest]) / most,
             "hot_fraction": fmean(row.get("hot", 0.0) for row in own),
-            "at_power_limit_fraction": fmean(
-                float(row.get("power_w", 0.0) >= 0.97 * row.get("power_limit_w", float("inf"))) for row in own
-            ),
+            "at_power_limit_fraction": fmean(float(_is_capped(row)) for row in own),
         }
         if heats := [row["temperature"] for row in own if "temperature" in row]:
             values["temperature"] = max(heats)
     if busy := [row["busy_percent"] for row in rows if "busy_percent" in row]:
         values["device_busy_fraction"] = fmean(busy) / 100
-    return Reading(source=source, kind="profile", by="nvidia-smi", values=values)
+    return Reading(source=source, kind="profile", by=by, values=values, notes=notes)
+
+
+def _is_capped(row: Mapping[str, float]) -> bool:
+    return bool(row.get("capped")) or row.get("power_w", 0.0) >= 0.97 * row.get("power_limit_w", float("inf"))
 
 
 def _record(row: dict[str, str]) -> dict[str, float]:

@@ -11,6 +11,8 @@ from urllib.error import URLError
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
+from armillary.diagnosis.readings.dcgm_page import PREFIX as DCGM
+from armillary.diagnosis.readings.dcgm_page import is_dcgm_page, read_dcgm_page
 from armillary.diagnosis.readings.gateway_page import is_gateway_page, read_gateway_page
 from armillary.diagnosis.readings.metrics_scrapes import Scrapes, first_of, totals_of
 from armillary.diagnosis.readings.prometheus import Page, number_of, parse_page
@@ -36,7 +38,7 @@ def read_metrics(
     url = page_url(target)
     first = fetch_page(url)
     page = parse_page(first)
-    own = _own_run(page, _server(page, url), home, target)
+    own = None if is_dcgm_page(page) else _own_run(page, _server(page, url), home, target)
     if own is not None:
         return own
     begin = time.monotonic()
@@ -66,7 +68,7 @@ def is_page(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(1_000_000).decode(errors="replace")
     lines = (line.removeprefix("# HELP ").removeprefix("# TYPE ") for line in head.splitlines())
-    prefixes = tuple(server.prefix for server in SERVERS.values())
+    prefixes = (DCGM, *(server.prefix for server in SERVERS.values()))
     return any(line.startswith(prefixes) for line in lines)
 
 
@@ -86,9 +88,10 @@ def _missed_safety_slos(page: Page) -> Iterator[str]:
 
 
 def _reading(page: Page, source: str, earlier: str | None, seconds: float) -> Reading:
-    if is_gateway_page(page):
+    read = read_gateway_page if is_gateway_page(page) else read_dcgm_page if is_dcgm_page(page) else None
+    if read is not None:
         looked = () if earlier is None else (f"looked at twice, {seconds:.0f} s apart",)
-        return read_gateway_page(page, source, None if earlier is None else parse_page(earlier), looked)
+        return read(page, source, None if earlier is None else parse_page(earlier), looked)
     server = _server(page, source)
     before, notes = _before(page, earlier, server)
     scrapes = Scrapes(server=server, now=page, before=before, seconds=seconds if before else 0.0)

@@ -69,7 +69,8 @@ def _reader_of(text: str) -> Callable[[str], Reading] | None:
 
 
 _KNOWN = (
-    "gauges.jsonl, a torch-profiler or nsys trace, a metrics page of vLLM, SGLang, TGI or Triton, CSV of nvidia-smi, "
+    "gauges.jsonl, a torch-profiler or nsys trace, a metrics page of vLLM, SGLang, TGI, Triton or dcgm-exporter, "
+    "CSV of nvidia-smi, "
     "an autoscaler's decisions.jsonl, output of sacct or kubectl get events, or a log "
     "of torchtitan, Megatron, DeepSpeed, Lightning or the Hugging Face Trainer"
 )

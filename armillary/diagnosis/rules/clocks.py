@@ -38,7 +38,7 @@ def throttling(reading: Reading, plan: Plan | None) -> Finding | None:
 def idle_device(reading: Reading, plan: Plan | None) -> Finding | None:
     """Devices have no kernel for a good part of the time; their counters do not say what they wait for."""
     busy = reading.values.get("device_busy_fraction")
-    if reading.by != "nvidia-smi" or busy is None or 1 - busy < IDLE_DEVICE_SHARE:
+    if reading.by not in ("nvidia-smi", "dcgm") or busy is None or 1 - busy < IDLE_DEVICE_SHARE:
         return None
     lever = Lever(
         title="see what devices wait for",
