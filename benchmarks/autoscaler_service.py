@@ -21,13 +21,15 @@ from itertools import pairwise
 from math import cos, pi
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import Any
 from urllib.request import urlopen
 
 from armillary.cli.output import Output
 from armillary.cli.plan.options import find_cluster, model_config
 from armillary.fleet.autoscale.decision_log import Logged, read_log
-from armillary.planning.simulation.fleet_case import fleet_case, replica_limits
+from armillary.fleet.autoscale.replica_capacity import Limits
+from armillary.planning.simulation.fleet_case import FleetCase, fleet_case, replica_limits
 from armillary.serving.load.trace import read_trace
 from armillary.spec.hf.config import to_hf
 from armillary.spec.recipe import Recipe, load_service_recipe, recipe_from_dict
@@ -173,9 +175,7 @@ def judge(folder: Path, count: int, seconds: float, *, simulated_only: bool) -> 
     limits = replica_limits(case)
     cooldown_s = case.autoscale.cooldown_s
     say(f"{count:,} requests in {seconds / 60:.0f} min, {limits.requests_per_s:.2f} requests/s per replica")
-    best, share = oracle(case, limits.pooled_per_s or limits.requests_per_s, warm_s=WARM_S)
-    inside = best.replica_s_between(WARM_S, seconds)
-    say(f"oracle: SLO {slo(case, best, WARM_S):.2%}, {inside:.0f} replica seconds at {share:.0%} of the capacity")
+    inside = oracle_cost(case, limits, seconds, case.fleet.start_s or 0.0)
     run = case.run(limits=limits)
     turns = direction_changes((each for _, each in run.decisions), cooldown_s)
     say_cost("simulated", slo(case, run, WARM_S), run.replica_s_between(WARM_S, seconds), inside, turns)
@@ -189,9 +189,21 @@ def judge(folder: Path, count: int, seconds: float, *, simulated_only: bool) -> 
     seen = answer["runs"][-1]
     turns = direction_changes((line.decision for line in lines), cooldown_s)
     used = replica_seconds(log, begin + WARM_S, begin + seconds)
+    starts = [line.started_s for line in lines if line.started_s is not None]
     say_cost("real processes", seen["slo_met_fraction"], used, inside, turns)
+    inside = oracle_cost(case, limits, seconds, fmean(starts))
+    say(f"  {used / inside - 1:+.1%} over an oracle whose starts take as long as the measured ones")
     failed, ttft_s = f"{seen['failed']} failed {seen['errors']}", seen["ttft"]["p99_s"]
     say(f"  {seen['requests']} requests, {failed}, TTFT p99 {ttft_s:.2f} s")
+
+
+def oracle_cost(case: FleetCase, limits: Limits, seconds: float, start_s: float) -> float:
+    """Replica seconds of the oracle, after the warm-up."""
+    best, share = oracle(case, limits.requests_per_s, WARM_S, start_s=start_s)
+    cost = best.replica_s_between(WARM_S, seconds)
+    met = slo(case, best, WARM_S)
+    say(f"oracle with starts of {start_s:.1f} s: SLO {met:.2%}, {cost:.0f} replica seconds, at {share:.2f} of capacity")
+    return cost
 
 
 def recipe_of(folder: Path) -> Recipe:

@@ -3,16 +3,19 @@
 Every signal says how many replicas it needs, and the largest counts:
 
 rate        r + β·√r, r the requests per second when a replica started now is ready / (capacity · target)
-in flight   requests at replicas / (those of a replica at its capacity · target)
-waiting     ready · waiting per replica / its limit, at most twice the fleet
+in flight   requests at replicas / those of a replica at its capacity
+waiting     ready · waiting per replica / its limit
 KV, GPU     ready · usage / its limit
-latency     ready · latency / objective, where more than 1 % of the requests since the last change miss one, at most
-            1.5 × the fleet
+latency     ready · latency / objective, where more than 1 % of the requests since the last change miss one
+
+All but the rate saturate: they ask for half as many again as are ready at most, and for none beyond those that are
+starting already, since what queues meanwhile is what these are for. The target follows the error budget: 5 %
+higher while no request of the last windows missed an objective, 5 % lower where 2 % did.
 
 The rate is extrapolated by the time that a start takes, along the least trend that its noise allows; one that falls in
 spite of its noise, to now. Up: at once. Down: to the largest number that a decision of the last half cooldown needed
-(the largest of a whole one is mostly noise), and not within a cooldown of a start. Up again not
-within a cooldown of a stop; in panic, of the first of several. So the direction changes at most once per cooldown.
+(of a whole one before the first of several stops), not within a cooldown of a start, and not while the rate grows. Up
+again not within a cooldown of the first stop of several. So the direction changes at most once per cooldown.
 Windows as in Knative's autoscaler (stable and panic), stabilisation as in Kubernetes' HPA.
 """
 
@@ -23,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from math import ceil, floor
 from typing import Any
 
-from armillary.fleet.autoscale.replica_capacity import Capacity, Limits
+from armillary.fleet.autoscale.replica_capacity import MAY_MISS, Capacity, Limits
 from armillary.fleet.autoscale.signals import SignalHistory, Signals
 from armillary.spec.tables.fleet import Autoscale
 
@@ -35,8 +38,15 @@ _MOST_AHEAD = 1.25
 _TREND = 4.0
 """stable windows over which the trend of the rate is taken: its error falls with the window to the power of 1.5"""
 _HOLD = 0.5
-"""cooldowns for which a decision's number is kept. With 1 instead, simulated days of 270 s cost 5 to 8 % more; the
-direction changes as seldom either way (benchmarks/simulator.md, 2026-11-19)"""
+"""cooldowns for which a decision's number is kept on the way down. With 1 instead, simulated days of 270 s cost 5 to
+8 % more; the direction changes as seldom either way (benchmarks/simulator.md, 2026-11-19)"""
+_MOST_MORE = 1.5
+"""replicas over those that are ready that a signal which saturates can ask for: beyond its limit it says that there are
+too few, not how few"""
+_BUDGET = 0.05
+"""most by which the target moves with the error budget (benchmarks/simulator.md, 2026-11-19)"""
+_STOPPED = 4
+"""one of so many replicas is stopped per panic window, at most: none can be started for a cooldown after the first"""
 _TOLERANCE = 0.05
 """demand this little above a whole number of replicas starts none"""
 
@@ -75,6 +85,7 @@ class Autoscaler:
         self._needed: deque[tuple[float, int]] = deque()  # by the decisions of the last cooldown
         self._panic_until = float("-inf")
         self._changed_at = self._raised_at = self._lowered_at = self._turned_at = float("-inf")
+        self._ready, self._resized_at = -1, float("-inf")  # replicas that are ready, and since when
         self._falling = False  # the last change stopped replicas
         self._first_at: float | None = None
         self._busy_at: float | None = None
@@ -96,13 +107,15 @@ class Autoscaler:
         self._first_at = now if self._first_at is None else self._first_at
         if signals.in_flight or signals.arrived_per_s or signals.waiting or self._busy_at is None:
             self._busy_at = now
+        if signals.ready != self._ready:
+            self._resized_at = now if self._ready >= 0 else self._resized_at
+            self._ready = signals.ready
         self._history.add(signals)
-        self.capacity.learn(
-            self._history.since(now - settings.stable_window_s),
-            stable=now - self._changed_at > settings.stable_window_s,
-        )
+        unchanged_s = now - max(self._changed_at, self._resized_at)
+        self.capacity.learn(self._settled_looks(now), steady=unchanged_s > settings.stable_window_s)
         stable, short = self._needs(signals, settings.stable_window_s), self._needs(signals, settings.panic_window_s)
-        if max(short.values()) >= settings.panic * max(1, signals.replicas):
+        seen_s = now - self._first_at
+        if seen_s >= settings.panic_window_s and max(short.values()) >= settings.panic * max(1, signals.replicas):
             self._panic_until = now + settings.stable_window_s
         panic = now < self._panic_until
         needs = short if panic and max(short.values()) > max(stable.values()) else stable
@@ -120,18 +133,29 @@ class Autoscaler:
         rate = max(0.0, mean("arrived_per_s", window_s) + falls * window_s / 2)
         ahead = max(0.0, slope) * (self.start_s + window_s / 2)  # the mean is as old as half its window
         most = _MOST_AHEAD * mean("arrived_per_s", settings.panic_window_s)
-        needs = {
-            "rate": capacity.replicas_for(max(rate, min(rate + ahead, most)), settings.target),
-            "in flight": mean("in_flight", window_s) / (capacity.in_flight * settings.target),
-            "waiting": min(2.0 * ready, mean("waiting", window_s) / settings.max_waiting),
-            "KV": ready * mean("kv_used", window_s) / settings.max_kv_used,
+        needs = {"rate": capacity.replicas_for(max(rate, min(rate + ahead, most)), self._target(signals.now))}
+        most_more = _MOST_MORE * ready if not signals.starting else min(_MOST_MORE * ready, float(signals.replicas))
+        used = {
+            "in flight": mean("in_flight", window_s) / ready / capacity.in_flight,
+            "waiting": mean("waiting", window_s) / ready / settings.max_waiting,
+            "KV": mean("kv_used", window_s) / settings.max_kv_used,
         }
         if settings.max_gpu_used is not None and signals.gpu_used is not None:
-            needs["GPU"] = ready * mean("gpu_used", window_s) / settings.max_gpu_used
-        ratio = capacity.missed(self._history.since(max(self._changed_at, signals.now - settings.stable_window_s)))
-        if ratio and not signals.starting:
-            needs["latency"] = ready * min(1.5, ratio)
+            used["GPU"] = mean("gpu_used", window_s) / settings.max_gpu_used
+        if not signals.starting:
+            used["latency"] = capacity.missed(self._settled_looks(signals.now))
+        needs |= {name: min(most_more, ready * share) for name, share in used.items()}
         return needs
+
+    def _target(self, now: float) -> float:
+        """autoscale.target, moved by the error budget: up while none is spent, down where more than all of it is."""
+        late = self.capacity.late_share(self._history.since(now - _TREND * self.settings.stable_window_s))
+        return self.settings.target * (1 if late is None else 1 + _BUDGET * max(-1.0, 1 - late / MAY_MISS))
+
+    def _settled_looks(self, now: float) -> list[Signals]:
+        """Those of the stable window that say how this many replicas serve: what waited for new ones is over."""
+        since = max(self._changed_at, self._resized_at) + self.settings.panic_window_s
+        return self._history.since(max(since, now - self.settings.stable_window_s))
 
     # --- bounds
 
@@ -172,9 +196,9 @@ class Autoscaler:
         """Up at once, down only to what the last half cooldown needed."""
         now, before, settings = signals.now, signals.replicas, self.settings
         self._needed.append((now, wanted))
-        while self._needed[0][0] <= now - _HOLD * settings.cooldown_s:
+        while self._needed[0][0] <= now - settings.cooldown_s:
             self._needed.popleft()
-        lowered_s = now - (self._turned_at if panic else self._lowered_at)
+        lowered_s = now - self._turned_at
         if wanted > before and before and self._falling and lowered_s < settings.cooldown_s:
             wanted, why = before, f"{why}, but replicas were stopped {lowered_s:.0f} s ago"
         elif wanted < before:
@@ -196,8 +220,17 @@ class Autoscaler:
             return wanted, why
         if panic:
             return before, f"{why}, but nothing is stopped in panic mode"
+        trend = self._history.slope("arrived_per_s", _TREND * self.settings.stable_window_s)
+        if trend.slope > trend.error:
+            return before, f"{why}, but the rate grows"
         since = now - max(self._raised_at, self._first_at or 0.0)
         if since < cooldown_s:
             return before, f"{why}, but the last start was {since:.0f} s ago"
-        needed = min(before, max(count for _, count in self._needed))
-        return needed, why if needed == wanted else f"{why}, {needed} within the last {_HOLD * cooldown_s:g} s"
+        hold_s = (_HOLD if self._falling else 1.0) * cooldown_s  # the first stop rules out a start for a cooldown
+        needed = min(before, max(count for at, count in self._needed if at > now - hold_s))
+        if now - self._lowered_at < self.settings.panic_window_s:
+            return before, f"{why}, but replicas were stopped {now - self._lowered_at:.0f} s ago"
+        fewest = before - max(1, before // _STOPPED)
+        if needed < fewest:
+            return fewest, f"{why}, at least {fewest} after a stop"
+        return needed, why if needed == wanted else f"{why}, {needed} within the last {hold_s:g} s"

@@ -18,8 +18,10 @@ from armillary.fleet.autoscale.signals import Signals
 _DOWN, _UP = 0.97, 1.01
 """factors of the correction per look: a miss counts more than a success"""
 _LEAST, _MOST = 0.25, 4.0
-_LEAST_LATE, _MAY_MISS = 3, 0.01
-"""looks of a window that miss an objective before it counts as missed, and the share of requests that may"""
+MAY_MISS = 0.01
+"""share of requests that may miss an objective: the error budget"""
+_LEAST_LATE = 3
+"""looks of a window that miss an objective before it counts as missed"""
 _NEAR = 0.9
 """share of the objective below which a latency is kept"""
 
@@ -38,6 +40,17 @@ class Limits:
     itl_s: float | None = None
     usd_per_hour: float = 0.0
     """of one replica"""
+
+
+def pooled_rate(alone: float, each: float, replicas: int) -> float:
+    """Requests per second by each of very many replicas, from the rate of one alone and of each of `replicas`: the one
+    at which `Capacity.of_fleet` says the same of both; at most twice the rate of one alone."""
+    low, high = max(alone, each), max(alone, each, min(2 * alone, 2 * each))
+    for _ in range(40):
+        middle = (low + high) / 2
+        fleet = Capacity(Limits(requests_per_s=alone, pooled_per_s=middle, in_flight=1.0)).of_fleet(replicas)
+        low, high = (middle, high) if fleet < replicas * each else (low, middle)
+    return low
 
 
 class Capacity:
@@ -79,28 +92,33 @@ class Capacity:
 
     def missed(self, window: Sequence[Signals]) -> float:
         """How far the objectives were missed in a window: the median ratio of the looks that missed one; 0 where these
-        are so few that 99 % of the requests may have kept them. The p99 of a look at n requests is beyond an objective
-        that a request misses with probability q in a share 1 − (1 − q)ⁿ of looks: the fewer requests, the more often
-        it is one of them that was unlucky."""
-        ratios = [ratio for ratio in map(self.latency_ratio, window) if ratio]
-        misses = sorted(ratio for ratio in ratios if ratio > 1.0)
-        if len(misses) < _LEAST_LATE:
+        are so few that 99 % of the requests may have kept them."""
+        misses = sorted(ratio for ratio in map(self.latency_ratio, window) if ratio > 1.0)
+        if len(misses) < _LEAST_LATE or (self.late_share(window) or 0.0) <= MAY_MISS:
             return 0.0
+        return misses[len(misses) // 2]
+
+    def late_share(self, window: Sequence[Signals]) -> float | None:
+        """Share of the requests of a window that missed an objective; None where no latency is known. The p99 of a look
+        at n requests is beyond an objective that a request misses with probability q in a share 1 − (1 − q)ⁿ of looks:
+        the fewer requests, the more often it is one of them that was unlucky."""
+        ratios = [ratio for ratio in map(self.latency_ratio, window) if ratio]
+        if not ratios:
+            return None
+        late = sum(ratio > 1.0 for ratio in ratios)
         seconds = max(1e-9, window[-1].now - window[0].now) / max(1, len(window) - 1)
         requests = max(1.0, sum(look.arrived_per_s for look in window) / len(window) * seconds)
-        share = 1.0 - (1.0 - len(misses) / len(ratios)) ** (1 / requests)
-        return misses[len(misses) // 2] if share > _MAY_MISS else 0.0
+        return 1.0 - (1.0 - late / len(ratios)) ** (1 / requests)
 
-    def learn(self, window: Sequence[Signals], *, stable: bool) -> None:
-        """Correct by the looks of a window, in which the fleet has not changed its size where it is `stable`."""
-        signals = window[-1]
-        if not stable or not signals.ready or not self.latency_ratio(signals):
+    def learn(self, window: Sequence[Signals], *, steady: bool) -> None:
+        """Correct by the looks of a time in which the fleet has not changed its size: up where that is a while."""
+        if not window or not window[-1].ready or not self.latency_ratio(window[-1]):
             return
-        used = signals.arrived_per_s / self.of_fleet(signals.ready)
+        used = sum(look.arrived_per_s for look in window) / len(window) / self.of_fleet(window[-1].ready)
         if self.missed(window):
             if used < 1.0:
                 self.correction = max(_LEAST, self.correction * max(_DOWN, used))
         elif self.correction < 1.0:
             self.correction = min(1.0, self.correction * _UP)
-        elif used > 1.0 and self.latency_ratio(signals) < _NEAR:
+        elif steady and used > 1.0 and self.latency_ratio(window[-1]) < _NEAR:
             self.correction = min(_MOST, self.correction * min(_UP, used))

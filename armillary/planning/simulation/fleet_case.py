@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from armillary.engine.cache.kv_capacity import plan_kv
 from armillary.errors import ArmillaryError, BadInput
 from armillary.fleet.autoscale.policy import Autoscaler
-from armillary.fleet.autoscale.replica_capacity import Limits
+from armillary.fleet.autoscale.replica_capacity import Limits, pooled_rate
 from armillary.planning.cost.cost import device_hour
 from armillary.planning.serving.deployment_options import server_of
 from armillary.planning.serving.disaggregation import transfer_s
@@ -42,11 +44,15 @@ if TYPE_CHECKING:
     from armillary.store.home import Home
 
 _MOST_ARRIVALS = 200_000
-_PROBE_REQUESTS = 400
-"""of each simulation that looks for a replica's capacity"""
-_PROBES = 8
-_POOL, _POOL_REQUESTS, _POOL_PROBES = 8, 80, 5
-"""replicas that stand for many, requests of each per simulation, and simulations, from the rate of one alone on"""
+_PROBES, _POOL_PROBES = 8, 5
+"""simulations that look for the capacity of a replica, and of a pool, from the rate of one alone on"""
+_POOL = 6
+"""replicas that stand for many"""
+_PROBE_REQUESTS, _MOST_PROBE_REQUESTS = 400, 2400
+_PROBE_RESPONSES = 15
+"""least length of a simulation, in times that a request takes"""
+_FILLS = 0.15
+"""part of a simulation at its beginning that does not count"""
 _MET = 0.99
 """share of requests that meet every objective at the capacity"""
 _UNLIMITED_TTFT = 4.0
@@ -168,7 +174,7 @@ def _price(recipe: Recipe, cluster: Cluster, devices: int) -> float | None:
 
 def replica_limits(case: FleetCase, *, seed: int = 1) -> Limits:
     """The highest Poisson rates at which 99 % of the requests meet the objectives, by bisection with the lengths of the
-    case's own requests: of one replica, and of each of several behind the router."""
+    case's own requests: of one replica, and of several behind the router, from which that of many follows."""
     objective = case.objective
     if objective == Objective():
         objective = Objective(ttft_p99_s=_UNLIMITED_TTFT * _alone_s(case))
@@ -176,12 +182,13 @@ def replica_limits(case: FleetCase, *, seed: int = 1) -> Limits:
     alone, in_flight = _highest_rate(case, objective, 1, rate, _PROBES, seed)
     if not alone:
         raise BadInput("even a nearly idle replica misses the objectives; relax them, or raise layout.tp")
-    pooled: float | None = None
+    pooled = alone
     if case.autoscale.max_replicas is None or case.autoscale.max_replicas > 1:
-        pooled, in_flight = _highest_rate(case, objective, _POOL, alone, _POOL_PROBES, seed)
+        each, in_flight = _highest_rate(case, objective, _POOL, alone, _POOL_PROBES, seed, in_flight / alone)
+        pooled = pooled_rate(alone, each, _POOL)
     return Limits(
         requests_per_s=alone,
-        pooled_per_s=max(alone, pooled or 0.0),
+        pooled_per_s=pooled,
         in_flight=in_flight,
         ttft_s=objective.ttft_p99_s,
         itl_s=objective.itl_p99_s,
@@ -190,24 +197,33 @@ def replica_limits(case: FleetCase, *, seed: int = 1) -> Limits:
 
 
 def _highest_rate(
-    case: FleetCase, objective: Objective, replicas: int, rate: float, probes: int, seed: int
+    case: FleetCase,
+    objective: Objective,
+    replicas: int,
+    rate: float,
+    probes: int,
+    seed: int,
+    response_s: float = 0.0,
 ) -> tuple[float, float]:
-    """(requests per second, requests in flight) of each of so many replicas; 0 where none was found."""
+    """(requests per second, requests in flight) of each of so many replicas; 0 where none was found. The simulations
+    last for many times `response_s`, which a request takes: a fleet fills only after a while."""
     low, high, in_flight = 0.0, 0.0, 1.0
     for _ in range(probes):
-        run = _probe(case, rate, replicas, seed)
-        if sum(met(served, run, objective) for served in run.served) >= _MET * len(run.served):
-            low = rate
-            in_flight = max(1.0, sum(each.end_s - each.arrived_s for each in run.served) / run.end_s / replicas)
+        count = max(_PROBE_REQUESTS, min(_MOST_PROBE_REQUESTS, ceil(_PROBE_RESPONSES * response_s * rate * replicas)))
+        run = _probe(case, rate, replicas, count, seed)
+        last_s = max(each.arrived_s for each in run.served) if run.served else 0.0
+        full = [each for each in run.served if each.arrived_s >= _FILLS * last_s]
+        response_s = fmean(each.end_s - each.arrived_s for each in full) if full else response_s
+        if full and sum(met(served, run, objective) for served in full) >= _MET * len(full):
+            low, in_flight = rate, max(1.0, response_s * rate)  # Little's law
         else:
             high = rate
         rate = rate * (2 if replicas == 1 else 1.4) if not high else high / 4 if not low else (low + high) / 2
     return low, in_flight
 
 
-def _probe(case: FleetCase, rate: float, replicas: int, seed: int) -> FleetRun:
+def _probe(case: FleetCase, rate: float, replicas: int, count: int, seed: int) -> FleetRun:
     """Replicas at a steady rate each, with lengths drawn from the case's requests."""
-    count = _PROBE_REQUESTS if replicas == 1 else _POOL_REQUESTS * replicas
     traffic = replace(case.traffic, requests_per_s=rate * replicas, seed=seed, shared_prefix=0, arrival="poisson")
     lengths = Random(f"probe {seed}").choices(case.arrivals, k=count)
     arrivals = [

@@ -53,8 +53,8 @@ class Autoscale:
     min_replicas: int = 1
     """least replicas; 0: none after autoscale.idle_s without requests, and the next request waits for a start"""
     target: float = 0.9
-    """share of a replica's capacity at which it is meant to run; the highest at which 99 % of the requests of simulated
-    days met their objectives, on seven of eight days (benchmarks/simulator.md)"""
+    """share of a replica's capacity at which it is meant to run, moved by 5 % with the error budget: up while no
+    request misses an objective, down where 2 % do (benchmarks/simulator.md)"""
     interval_s: float = 5.0
     """time between two decisions"""
     stable_window_s: float = 60.0
@@ -65,7 +65,8 @@ class Autoscale:
     panic: float = 1.5
     """demand over running replicas that starts panic mode"""
     cooldown_s: float = 120.0
-    """replicas are stopped only where no decision of this time needed them, and none after one was started"""
+    """the direction changes at most once in this time: none is stopped within it of a start, and none is started within
+    it of the first stop of several"""
     max_rate_up: float = 2.0
     """most replicas after a decision, as a multiple of those before (at least one more)"""
     max_kv_used: float = 0.9

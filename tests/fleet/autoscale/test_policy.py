@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from armillary.errors import BadData
 from armillary.fleet.autoscale.decision_log import AutoscalerStart, Logged, append, read_log, replay
 from armillary.fleet.autoscale.policy import Autoscaler, Decision
-from armillary.fleet.autoscale.replica_capacity import Limits
+from armillary.fleet.autoscale.replica_capacity import Capacity, Limits, pooled_rate
 from armillary.fleet.autoscale.signals import Signals
 from armillary.spec.tables.fleet import Autoscale
 
@@ -158,6 +159,54 @@ def test_capacity_is_corrected_by_what_is_measured() -> None:
     better = Service(replicas=1, max_replicas=1)
     better.look(15.0, 60, ttft_p99_s=0.2, itl_p99_s=0.02)  # keeps its objectives at 15
     assert 12.0 < better.scaler.capacity.requests_per_s < 15.01
+
+
+def test_what_saturates_asks_for_half_as_many_again_at_most() -> None:
+    """Hundreds of waiting requests say that there are too few replicas, not how few; the rate does."""
+    service = Service(replicas=4, max_replicas=40)
+    service.look(10.0, 3)
+    decision = service.look(10.0, 1, in_flight=900, waiting=800, kv_used=1.0)
+    assert decision.replicas <= 6
+    starting = Autoscaler(Autoscale(max_replicas=40), LIMITS, start_s=60.0)
+    for step in range(12):
+        seen = Signals(now=5.0 * step, ready=4, starting=2, arrived_per_s=10.0, in_flight=900, waiting=800)
+        assert starting.decide(seen).replicas == 6  # what queues meanwhile is what the two are for
+
+
+def test_nothing_is_stopped_while_the_rate_grows() -> None:
+    service = Service(replicas=6, cooldown_s=30.0)
+    assert all(service.look(10.0 + 0.4 * step).change >= 0 for step in range(48))
+    assert service.look(29.0, 60).replicas == 4
+
+
+def test_a_start_follows_a_stop_where_the_fleet_has_shrunk_for_a_cooldown() -> None:
+    service = Service(replicas=10, cooldown_s=60.0)
+    while not (service.log and service.log[-1][1].change < 0 and service.now > 250.0):
+        service.look(max(10.0, 80.0 - 0.25 * service.now))
+    stopped = service.now
+    while service.look(90.0).change <= 0:
+        pass
+    assert service.now - stopped < 60.0
+
+
+def test_the_target_follows_the_error_budget() -> None:
+    needs = []
+    for ttft_s, late_s in ((None, None), (0.1, 0.1), (0.1, 1.4)):
+        service = Service(replicas=3, max_replicas=3, limits=replace(LIMITS, in_flight=1e3))
+        for step in range(48):
+            decision = service.look(25.0, ttft_p99_s=late_s if step % 2 else ttft_s)
+        needs.append(decision.needs["rate"] * service.scaler.capacity.requests_per_s / 25.0)
+    unknown, kept, missed = needs
+    assert kept == pytest.approx(unknown / 1.05, rel=1e-6) and kept < missed
+
+
+def test_the_rate_of_many_replicas_is_consistent_with_that_of_several() -> None:
+    pooled = pooled_rate(0.8, 1.1, 6)
+    capacity = Capacity(Limits(requests_per_s=0.8, pooled_per_s=pooled, in_flight=1.0))
+    assert capacity.of_fleet(1) == pytest.approx(0.8, rel=1e-6)
+    assert capacity.of_fleet(6) == pytest.approx(6 * 1.1, rel=1e-6)
+    assert capacity.replicas_for(6 * 1.1) == pytest.approx(6, rel=1e-6)
+    assert pooled > 1.1 and pooled_rate(0.8, 0.7, 6) == 0.8
 
 
 def test_the_log_is_replayed(tmp_path: Path) -> None:

@@ -1,0 +1,140 @@
+"""The autoscaler in the simulator on many up-and-down days, each against an oracle that knows it; see simulator.md.
+
+    python -m benchmarks.autoscaler_days --trace AzureLLMInferenceTrace_conv.csv [--tuned 100-107] [--fresh 200-207]
+
+Requests of the trace at a Poisson rate that goes up and down, as in autoscaler_service.py. A day has 4.5 minutes and
+about five replicas that start in 4 s (`--long`: 20 minutes and a dozen that start in 20 s). The limits of a replica are
+simulated once, with the lengths of another day. The policy was chosen on the tuned days; the fresh ones were drawn afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+from armillary.cli.output import Output
+from armillary.cli.plan.options import find_cluster, model_config
+from armillary.fleet.autoscale.replica_capacity import Limits
+from armillary.planning.simulation.fleet_case import FleetCase, fleet_case, replica_limits
+from armillary.spec.tables.fleet import Autoscale
+from armillary.store.home import Home
+from benchmarks.autoscaler_oracle import direction_changes, oracle, slo
+from benchmarks.autoscaler_service import RECIPE, recipe_of, write_day, write_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A sort of day."""
+
+    seconds: float
+    low: float
+    peak: float
+    start_s: float
+    window_s: float
+    """stable window and cooldown; a third of it: panic window"""
+    interval_s: float
+    warm_s: float
+
+
+SHORT = Kind(seconds=270.0, low=1.0, peak=6.0, start_s=4.0, window_s=15.0, interval_s=1.0, warm_s=30.0)
+LONG = Kind(seconds=1200.0, low=2.0, peak=14.0, start_s=20.0, window_s=40.0, interval_s=2.0, warm_s=60.0)
+LIMITS_SEED = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """One day."""
+
+    seed: int
+    met: float
+    over: float
+    """cost over the oracle's"""
+    over_free: float
+    """the same over an oracle whose starts take no time and cost nothing"""
+    share: float
+    """of a replica's capacity at which the oracle runs"""
+    turns: int
+    """changes of direction within a cooldown, at most"""
+
+    @property
+    def holds(self) -> bool:
+        return self.met >= 0.99 and self.over <= 0.2 and self.turns <= 1
+
+
+def case_of(kind: Kind, trace: Path, seed: int) -> FleetCase:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder / "bot")
+        write_day(folder / "day.jsonl", trace, kind.seconds, kind.low, kind.peak, 1, seed)
+        text = RECIPE.format(
+            start_s=kind.start_s, cooldown_s=kind.window_s, seconds=kind.seconds, target=Autoscale.target
+        )
+        (folder / "service.toml").write_text(text)
+        recipe, home = recipe_of(folder), Home.at(folder / "home")
+        case = fleet_case(recipe, model_config(Output("quiet"), home, recipe), find_cluster(recipe), home)
+    windows = {"stable_window_s": kind.window_s, "panic_window_s": kind.window_s / 3, "interval_s": kind.interval_s}
+    return replace(case, autoscale=replace(case.autoscale, max_replicas=32, **windows))
+
+
+def judged(kind: Kind, trace: Path, limits: Limits, seed: int) -> Judged:
+    case = case_of(kind, trace, seed)
+    capacity, end = limits.requests_per_s, case.arrivals[-1].at_s
+    best, share = oracle(case, capacity, kind.warm_s, start_s=kind.start_s)
+    free, _ = oracle(case, capacity, kind.warm_s)
+    run = case.run(limits=limits)
+    cost, paying, not_paying = (each.replica_s_between(kind.warm_s, end) for each in (run, best, free))
+    return Judged(
+        seed=seed,
+        met=slo(case, run, kind.warm_s),
+        over=cost / paying - 1,
+        over_free=cost / not_paying - 1,
+        share=share,
+        turns=direction_changes((each for _, each in run.decisions), case.autoscale.cooldown_s),
+    )
+
+
+def report(name: str, days: Sequence[Judged]) -> None:
+    print(
+        f"{name}: {sum(each.holds for each in days)} of {len(days)} days hold; "
+        f"objectives met {fmean(each.met for each in days):.2%} (least {min(each.met for each in days):.2%}), "
+        f"cost {fmean(each.over for each in days):+.1%} (most {max(each.over for each in days):+.1%})",
+        flush=True,
+    )
+    for each in days:
+        print(
+            f"  seed {each.seed}: objectives met {each.met:.2%}, cost {each.over:+.1%} over the oracle's "
+            f"({each.over_free:+.1%} where its starts are free), which ran at {each.share:.2f} of the capacity of "
+            f"one alone; {each.turns} changes of direction per cooldown at most",
+            flush=True,
+        )
+
+
+def seeds_of(text: str) -> range:
+    first, _, last = text.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--tuned", type=seeds_of, default=range(100, 108), help="days that the policy was chosen on")
+    parser.add_argument("--fresh", type=seeds_of, default=range(200, 208), help="days that it has not seen")
+    parser.add_argument("--long", action="store_true")
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    kind = LONG if args.long else SHORT
+    limits = replica_limits(case_of(kind, args.trace, LIMITS_SEED))
+    print(f"{limits.requests_per_s:.2f} requests/s by one replica, {limits.pooled_per_s:.2f} by each of very many")
+    with ProcessPoolExecutor(args.processes) as pool:
+        for name, seeds in (("tuned", args.tuned), ("fresh", args.fresh)):
+            report(name, list(pool.map(partial(judged, kind, args.trace, limits), seeds)))
+
+
+if __name__ == "__main__":
+    main()
