@@ -4,7 +4,8 @@
 
 Requests of the trace at a Poisson rate that goes up and down, as in autoscaler_service.py. A day has 4.5 minutes and
 about five replicas that start in 4 s (`--long`: 20 minutes and a dozen that start in 20 s). The limits of a replica are
-simulated once, with the lengths of another day. The policy was chosen on the tuned days; the fresh ones were drawn afterwards.
+simulated once, with the lengths of another day. The policy was chosen on the tuned days; the fresh ones were drawn
+afterwards.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ _PROBES, _POOL_PROBES = 8, 5
 """simulations that look for the capacity of a replica, and of a pool, from the rate of one alone on"""
 _POOL = 6
 """replicas that stand for many"""
-_PROBE_REQUESTS, _MOST_PROBE_REQUESTS = 400, 2400
+_PROBE_REQUESTS, _MOST_PROBE_REQUESTS = 800, 2400
 _PROBE_RESPONSES = 15
 """least length of a simulation, in times that a request takes"""
 _FILLS = 0.15
@@ -179,12 +179,12 @@ def replica_limits(case: FleetCase, *, seed: int = 1) -> Limits:
     if objective == Objective():
         objective = Objective(ttft_p99_s=_UNLIMITED_TTFT * _alone_s(case))
     rate = len(case.arrivals) / max(1e-9, case.arrivals[-1].at_s) if case.arrivals[1:] else 1.0
-    alone, in_flight = _highest_rate(case, objective, 1, rate, _PROBES, seed)
+    alone, in_flight = _highest_rate(case, objective, 1, rate, 0.0, _PROBES, seed)
     if not alone:
         raise BadInput("even a nearly idle replica misses the objectives; relax them, or raise layout.tp")
     pooled = alone
     if case.autoscale.max_replicas is None or case.autoscale.max_replicas > 1:
-        each, in_flight = _highest_rate(case, objective, _POOL, alone, _POOL_PROBES, seed, in_flight / alone)
+        each, in_flight = _highest_rate(case, objective, _POOL, 1.5 * alone, alone, _POOL_PROBES, seed, in_flight)
         pooled = pooled_rate(alone, each, _POOL)
     return Limits(
         requests_per_s=alone,
@@ -201,24 +201,25 @@ def _highest_rate(
     objective: Objective,
     replicas: int,
     rate: float,
+    low: float,
     probes: int,
     seed: int,
-    response_s: float = 0.0,
+    in_flight: float = 1.0,
 ) -> tuple[float, float]:
-    """(requests per second, requests in flight) of each of so many replicas; 0 where none was found. The simulations
-    last for many times `response_s`, which a request takes: a fleet fills only after a while."""
-    low, high, in_flight = 0.0, 0.0, 1.0
+    """(requests per second, requests in flight) of each of so many replicas, from `rate` on. It serves `low`, with
+    `in_flight`. The simulations last for many times what a request takes: a fleet fills only after a while."""
+    high, response_s = (2 * low, in_flight / low) if low else (0.0, 0.0)
     for _ in range(probes):
         count = max(_PROBE_REQUESTS, min(_MOST_PROBE_REQUESTS, ceil(_PROBE_RESPONSES * response_s * rate * replicas)))
         run = _probe(case, rate, replicas, count, seed)
-        last_s = max(each.arrived_s for each in run.served) if run.served else 0.0
+        last_s = max((each.arrived_s for each in run.served), default=0.0)
         full = [each for each in run.served if each.arrived_s >= _FILLS * last_s]
         response_s = fmean(each.end_s - each.arrived_s for each in full) if full else response_s
         if full and sum(met(served, run, objective) for served in full) >= _MET * len(full):
             low, in_flight = rate, max(1.0, response_s * rate)  # Little's law
         else:
             high = rate
-        rate = rate * (2 if replicas == 1 else 1.4) if not high else high / 4 if not low else (low + high) / 2
+        rate = rate * 2 if not high else high / 4 if not low else (low + high) / 2
     return low, in_flight
 
 
