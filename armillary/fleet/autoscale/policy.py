@@ -112,7 +112,7 @@ class Autoscaler:
             self._ready = signals.ready
         self._history.add(signals)
         unchanged_s = now - max(self._changed_at, self._resized_at)
-        self.capacity.learn(self._settled_looks(now), steady=unchanged_s > settings.stable_window_s)
+        self.capacity.learn(self._settled_looks(now), unchanged=unchanged_s > settings.stable_window_s)
         stable, short = self._needs(signals, settings.stable_window_s), self._needs(signals, settings.panic_window_s)
         seen_s = now - self._first_at
         if seen_s >= settings.panic_window_s and max(short.values()) >= settings.panic * max(1, signals.replicas):
@@ -149,8 +149,8 @@ class Autoscaler:
 
     def _target(self, now: float) -> float:
         """autoscale.target, moved by the error budget: up while none is spent, down where more than all of it is."""
-        late = self.capacity.late_share(self._history.since(now - _TREND * self.settings.stable_window_s))
-        return self.settings.target * (1 if late is None else 1 + _BUDGET * max(-1.0, 1 - late / MAY_MISS))
+        missed = self.capacity.missed_share(self._history.since(now - _TREND * self.settings.stable_window_s))
+        return self.settings.target * (1 if missed is None else 1 + _BUDGET * max(-1.0, 1 - missed / MAY_MISS))
 
     def _settled_looks(self, now: float) -> list[Signals]:
         """Those of the stable window that say how this many replicas serve: what waited for new ones is over."""

@@ -94,23 +94,23 @@ class Capacity:
         """How far the objectives were missed in a window: the median ratio of the looks that missed one; 0 where these
         are so few that 99 % of the requests may have kept them."""
         misses = sorted(ratio for ratio in map(self.latency_ratio, window) if ratio > 1.0)
-        if len(misses) < _LEAST_LATE or (self.late_share(window) or 0.0) <= MAY_MISS:
+        if len(misses) < _LEAST_LATE or (self.missed_share(window) or 0.0) <= MAY_MISS:
             return 0.0
         return misses[len(misses) // 2]
 
-    def late_share(self, window: Sequence[Signals]) -> float | None:
+    def missed_share(self, window: Sequence[Signals]) -> float | None:
         """Share of the requests of a window that missed an objective; None where no latency is known. The p99 of a look
         at n requests is beyond an objective that a request misses with probability q in a share 1 − (1 − q)ⁿ of looks:
         the fewer requests, the more often it is one of them that was unlucky."""
         ratios = [ratio for ratio in map(self.latency_ratio, window) if ratio]
         if not ratios:
             return None
-        late = sum(ratio > 1.0 for ratio in ratios)
+        misses = sum(ratio > 1.0 for ratio in ratios)
         seconds = max(1e-9, window[-1].now - window[0].now) / max(1, len(window) - 1)
         requests = max(1.0, sum(look.arrived_per_s for look in window) / len(window) * seconds)
-        return 1.0 - (1.0 - late / len(ratios)) ** (1 / requests)
+        return 1.0 - (1.0 - misses / len(ratios)) ** (1 / requests)
 
-    def learn(self, window: Sequence[Signals], *, steady: bool) -> None:
+    def learn(self, window: Sequence[Signals], *, unchanged: bool) -> None:
         """Correct by the looks of a time in which the fleet has not changed its size: up where that is a while."""
         if not window or not window[-1].ready or not self.latency_ratio(window[-1]):
             return
@@ -120,5 +120,5 @@ class Capacity:
                 self.correction = max(_LEAST, self.correction * max(_DOWN, used))
         elif self.correction < 1.0:
             self.correction = min(1.0, self.correction * _UP)
-        elif steady and used > 1.0 and self.latency_ratio(window[-1]) < _NEAR:
+        elif unchanged and used > 1.0 and self.latency_ratio(window[-1]) < _NEAR:
             self.correction = min(_MOST, self.correction * min(_UP, used))

@@ -191,10 +191,10 @@ def test_a_start_follows_a_stop_where_the_fleet_has_shrunk_for_a_cooldown() -> N
 
 def test_the_target_follows_the_error_budget() -> None:
     needs = []
-    for ttft_s, late_s in ((None, None), (0.1, 0.1), (0.1, 1.4)):
+    for ttft_s, slow_s in ((None, None), (0.1, 0.1), (0.1, 1.4)):
         service = Service(replicas=3, max_replicas=3, limits=replace(LIMITS, in_flight=1e3))
         for step in range(48):
-            decision = service.look(25.0, ttft_p99_s=late_s if step % 2 else ttft_s)
+            decision = service.look(25.0, ttft_p99_s=slow_s if step % 2 else ttft_s)
         needs.append(decision.needs["rate"] * service.scaler.capacity.requests_per_s / 25.0)
     unknown, kept, missed = needs
     assert kept == pytest.approx(unknown / 1.05, rel=1e-6) and kept < missed
