@@ -1,4 +1,4 @@
-"""Findings as Prometheus alerting rules: each figure that exceeded what is healthy, as an expression on its metric.
+"""Findings as Prometheus alerting rules: the figures that exceeded what is healthy, as an expression on their metrics.
 
 Figures whose metric the server exports under a name of its own (vLLM, SGLang, TGI) are asked for by that name. Those
 that no page has, such as the findings of a log, are left out.
@@ -7,7 +7,6 @@ that no page has, such as the findings of a log, are left out.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 from armillary.diagnosis.evidence.finding import Evidence, Finding
 from armillary.diagnosis.outcome.diagnosis import Diagnosis
@@ -23,7 +22,7 @@ _PERCENTILES = ("p50", "p90", "p99")
 
 def alerts(diagnosis: Diagnosis, reading: Reading) -> str:
     """A file for `rule_files` of Prometheus; BadInput where no figure can be asked for."""
-    rules = [rule for finding in diagnosis.findings for rule in _rules(finding, reading)]
+    rules = [rule for finding in diagnosis.findings if (rule := _rule(finding, reading))]
     if not rules:
         raise BadInput(
             f"no finding of {diagnosis.source} has a limit and a metric; diagnose a server or a training run"
@@ -32,20 +31,22 @@ def alerts(diagnosis: Diagnosis, reading: Reading) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rules(finding: Finding, reading: Reading) -> Iterator[list[str]]:
-    for evidence in finding.evidence:
-        expression = _expression(evidence, reading)
-        if expression is not None:
-            yield [
-                f"  - alert: {_camel(finding.cause)}{_camel(evidence.gauge)}",
-                f"    expr: {json.dumps(expression)}",
-                f"    for: {FOR}",
-                "    labels:",
-                f"      loop: {finding.loop}",
-                "    annotations:",
-                f"      summary: {json.dumps(finding.says)}",
-                f"      description: {json.dumps(_lever_text(finding))}",
-            ]
+def _rule(finding: Finding, reading: Reading) -> list[str]:
+    """One alert per finding, while all of its figures are beyond their limits on one server: a cache with space alone
+    is no reason to wake anybody, one with space while requests wait is."""
+    conditions = [expression for each in finding.evidence if (expression := _expression(each, reading)) is not None]
+    if not conditions:
+        return []
+    return [
+        f"  - alert: {_camel(finding.cause)}",
+        f"    expr: {json.dumps(' and on (instance) '.join(conditions))}",
+        f"    for: {FOR}",
+        "    labels:",
+        f"      loop: {finding.loop}",
+        "    annotations:",
+        f"      summary: {json.dumps(finding.says)}",
+        f"      description: {json.dumps(_lever_text(finding))}",
+    ]
 
 
 def _expression(evidence: Evidence, reading: Reading) -> str | None:
@@ -64,7 +65,9 @@ def _metric(gauge: str, reading: Reading) -> str | None:
     known = SERVERS.get(reading.by, SERVERS["armillary"])
     if of_histogram and asked in known.histograms:
         quantile = int(percentile[1:]) / 100
-        return f"histogram_quantile({quantile:g}, sum by (le) (rate({known.histograms[asked][0]}_bucket[5m])))"
+        return (
+            f"histogram_quantile({quantile:g}, sum by (le, instance) (rate({known.histograms[asked][0]}_bucket[5m])))"
+        )
     if reading.by == "armillary":
         return prometheus_name(gauge) if gauge in GAUGES and GAUGES[gauge].kind == "value" else None
     return known.values[gauge][0] if gauge in known.values else None

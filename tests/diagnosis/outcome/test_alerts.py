@@ -29,7 +29,7 @@ def test_a_server_of_ours_is_asked_for_percentiles_and_gauges() -> None:
 def test_a_training_run_alerts_on_the_figure_and_its_limit() -> None:
     made = reading_of(plan_of("train.expert_capacity=0.8"), expert_drop_fraction=0.3)
     found = yaml.safe_load(alerts(diagnose(made, NOWHERE), made))["groups"][0]["rules"]
-    rule = next(one for one in found if one["alert"] == "DroppedTokensExpertDropFraction")
+    rule = next(one for one in found if one["alert"] == "DroppedTokens")
     assert rule["expr"] == "armillary_expert_drop_fraction > 0.05"
     assert "train.expert_capacity=none" in rule["annotations"]["description"]
 
@@ -38,6 +38,14 @@ def test_another_server_is_asked_by_its_own_names() -> None:
     page = open_reading(str(DATA / "synthetic_vllm_kv_full.prom"), NOWHERE)
     found = yaml.safe_load(alerts(diagnose(page, NOWHERE), page))["groups"][0]["rules"]
     assert found and all("vllm:" in rule["expr"] for rule in found)
+
+
+def test_the_figures_of_a_finding_wake_somebody_together_only() -> None:
+    """Requests wait while the cache has space: either alone is healthy."""
+    page = open_reading(str(DATA / "synthetic_vllm_batch_limited.prom"), NOWHERE)
+    found = yaml.safe_load(alerts(diagnose(page, NOWHERE), page))["groups"][0]["rules"]
+    (rule,) = (one for one in found if one["alert"] == "BatchTooSmall")
+    assert rule["expr"] == "vllm:num_requests_waiting > 0 and on (instance) vllm:kv_cache_usage_perc < 0.9"
 
 
 def test_without_a_limit_there_is_nothing_to_alert_on() -> None:
