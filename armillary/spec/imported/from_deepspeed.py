@@ -26,7 +26,11 @@ OFFLOADS = {"cpu": "optimizer", "nvme": "nvme"}
 AUTO = "auto: the caller of DeepSpeed fills it in; here the planner or the default does"
 REASONS = {
     "zero_optimization.offload_param": "weights are not offloaded; see layout.offload",
+    "zero_optimization.cpu_offload_params": "weights are not offloaded; see layout.offload",
+    "zero_optimization.offload_optimizer": "where offloaded states are, and their buffers, is chosen by armillary",
+    "zero_optimization.cpu_offload": "where offloaded states are, and their buffers, is chosen by armillary",
     "zero_optimization.": "buckets, prefetching and overlap are chosen by armillary",
+    "optimizer.params.": "it is of their optimizer; AdamW is ours",
     "fp16.": "the loss scale follows by itself",
     "bf16.": "layout.precision says it",
     "activation_checkpointing.": "it does not say that anything is recomputed; set layout.recompute",
@@ -52,6 +56,8 @@ def read_deepspeed(text: str, given: Given) -> Imported:
             keys.leave_out(name, AUTO)
     keys.values = {name: value for name, value in keys.values.items() if value != "auto"}
     keys.same(SAME)
+    if keys.get("zero_optimization") is True:  # as it was written before there were stages
+        keys.put("layout.zero", 1, "zero_optimization")
     _precision(keys)
     _optimizer(keys)
     _batch(keys, given)
@@ -131,9 +137,10 @@ def _quotient(global_batch: int, part: int, name: str, of: str) -> int:
 
 
 def _rest(keys: Keys) -> None:
-    device = str(keys.get("zero_optimization.offload_optimizer.device", default="none"))
+    places = ("zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload")
+    device = str(keys.get(places[0], default="cpu" if keys.get(places[1]) is True else "none"))
     if device in OFFLOADS:
-        keys.put("layout.offload", OFFLOADS[device], "zero_optimization.offload_optimizer.device")
+        keys.put("layout.offload", OFFLOADS[device], *places)
     bucket: Any = keys.get("zero_optimization.reduce_bucket_size")
     if bucket is not None:  # theirs counts elements of two bytes
         keys.put("layout.bucket_bytes", int(float(bucket) * 2), "zero_optimization.reduce_bucket_size")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from typing import Any
 
 from armillary.errors import BadRecipe
 from armillary.spec import catalogue
 from armillary.spec.imported.key_map import Given, Imported, Keys
+from armillary.spec.imported.script_arguments import arguments
 
 SAME = {
     "tensor-model-parallel-size": "layout.tp",
@@ -48,7 +47,32 @@ SHAPE = {
     "max-position-embeddings": "context",
     "norm-epsilon": "norm_eps",
 }
+UNTIL_THE_END = "the rate decays until the last step"
 REASONS = {
+    **dict.fromkeys(
+        (
+            "use-mcore-models",
+            "position-embedding-type",
+            "rotary-",
+            "normalization",
+            "norm-epsilon",
+            "apply-layernorm-1p",
+            "disable-bias-linear",
+            "add-qkv-bias",
+            "qk-layernorm",
+            "untie-embeddings-and-output-weights",
+            "no-position-embedding",
+            "make-vocab-size-divisible-by",
+        ),
+        "the shape is the catalogue's, or a folder's: [model]",
+    ),
+    "mock-data": "name files with data.source",
+    "num-workers": "see data.workers",
+    "rampup-batch-size": "the batch has one size",
+    "decoupled-": "all weights have one learning rate",
+    "distributed-timeout": "timeouts of collectives are by axis: train.timeouts",
+    "profile": "train.profile_every profiles without a trace file; armillary profile writes one",
+    "ckpt-format": "a run's folder is ours",
     "tokenizer-": "name a folder with a tokenizer.json: data.tokenizer",
     "vocab-file": "name a folder with a tokenizer.json: data.tokenizer",
     "merge-file": "name a folder with a tokenizer.json: data.tokenizer",
@@ -74,8 +98,6 @@ REASONS = {
     "moe-token-dispatcher-type": "chosen by layout.ep",
     "moe-grouped-gemm": "the fastest kernel that agrees is chosen",
 }
-_ASSIGNED = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(?!\()(\"[^\"]*\"|'[^']*'|[^\s;#]*)", re.MULTILINE)
-_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
 
 
 def read_megatron(text: str, given: Given) -> Imported:
@@ -94,57 +116,6 @@ def read_megatron(text: str, given: Given) -> Imported:
     _recompute(keys)
     _track(keys)
     return keys.finished(given, REASONS)
-
-
-# --- reading
-
-
-def arguments(text: str) -> dict[str, Any]:
-    """--name value of a script, with its own variables filled in; a flag without a value is True."""
-    text = text.replace("\\\n", " ")
-    variables: dict[str, str] = {}
-    for name, value in _ASSIGNED.findall(text):
-        variables[name] = _filled(value.strip("\"'"), variables)
-    flags: dict[str, Any] = {}
-    name = ""
-    for token in _tokens(_filled(text, variables)):
-        if token.startswith("--") and len(token) > 2:
-            name, _, value = token[2:].partition("=")
-            name = name.replace("_", "-")
-            flags[name] = _typed(value) if value else True
-        elif name:
-            flags[name] = _typed(token) if flags[name] is True else flags[name]
-            name = ""
-    return flags
-
-
-def _filled(text: str, variables: dict[str, str]) -> str:
-    def value(match: re.Match[str]) -> str:
-        return variables.get(match[1] or match[3], match[2] or "")
-
-    return _VARIABLE.sub(value, text)
-
-
-def _tokens(text: str) -> list[str]:
-    words: list[str] = []
-    for line in text.splitlines():
-        try:
-            words += shlex.split(line, comments=True)
-        except ValueError:  # a quote over several lines
-            words += line.split()
-    return [word for part in words for word in part.replace("(", " ").replace(")", " ").split()]
-
-
-def _typed(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-# --- ours
 
 
 def _model(keys: Keys, given: Given) -> None:
@@ -255,10 +226,14 @@ def _schedule(keys: Keys) -> None:
     if "lr-warmup-fraction" in keys.values and steps:
         share = float(keys.get("lr-warmup-fraction"))
         keys.put("train.warmup_steps", round(share * steps), "lr-warmup-fraction")
+    if "lr-warmup-samples" in keys.values:
+        rows = keys.tables["train"]["batch_tokens"] // keys.tables["train"]["sequence"]
+        keys.put("train.warmup_steps", keys.number("lr-warmup-samples") // rows, "lr-warmup-samples")
     if "lr-decay-iters" in keys.values and keys.get("lr-decay-iters") == steps:
         keys.seen.add("lr-decay-iters")
     else:
-        keys.leave_out("lr-decay-iters", "the rate decays until the last step")
+        keys.leave_out("lr-decay-iters", UNTIL_THE_END)
+    keys.leave_out("lr-decay-samples", UNTIL_THE_END)
 
 
 def _precision(keys: Keys) -> None:

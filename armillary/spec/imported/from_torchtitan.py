@@ -45,6 +45,7 @@ SAME = {
     "training.tensor_parallel_degree": "layout.tp",
     "parallelism.pipeline_parallel_degree": "layout.pp",
     "experimental.pipeline_parallel_degree": "layout.pp",
+    "training.pipeline_parallel_degree": "layout.pp",
     "parallelism.context_parallel_degree": "layout.cp",
     "experimental.context_parallel_degree": "layout.cp",
     "parallelism.expert_parallel_degree": "layout.ep",
@@ -70,6 +71,14 @@ REASONS = {
     "training.dataset": "name files with data.source",
     "parallelism.disable_loss_parallel": "the loss is always parallel where the head is sharded",
     "float8.": "fp8 follows layout.precision and fp8_scaling",
+    "quantize.": "fp8 follows layout.precision and fp8_scaling",
+    "metrics.": "everything is in gauges.jsonl; see train.track",
+    "checkpoint.folder": "a run's folder and name are ours",
+    "checkpoint.": "checkpoints hold all that resuming needs; armillary convert exports the weights",
+    "compile.": "what is compiled is chosen by armillary; see train.compile",
+    "parallelism.enable_async_tensor_parallel": "communication overlaps computation where the plan says so",
+    "experimental.enable_async_tensor_parallel": "communication overlaps computation where the plan says so",
+    "validation.": "see data.held_out",
 }
 
 
@@ -100,7 +109,11 @@ def _model(keys: Keys) -> None:
 
 
 def _layout(keys: Keys, given: Given) -> None:
-    shard_keys = ("parallelism.data_parallel_shard_degree", "training.data_parallel_shard_degree")
+    shard_keys = (
+        "parallelism.data_parallel_shard_degree",
+        "training.data_parallel_shard_degree",
+        "training.data_parallel_degree",
+    )
     copies_keys = ("parallelism.data_parallel_replicate_degree", "training.data_parallel_replicate_degree")
     shard, copies = keys.number(*shard_keys, default=-1), keys.number(*copies_keys, default=1)
     layout = keys.tables.setdefault("layout", {})
@@ -182,8 +195,9 @@ def _precision(keys: Keys) -> None:
     converters = keys.get("model.converters", default=[])
     if "float8" in converters or "quantize.linear.float8" in converters:
         keys.put("layout.precision", "fp8", "model.converters")
-        scaling = {"rowwise": "row", "rowwise_with_gw_hp": "row"}.get(str(keys.get("float8.recipe_name")), "tensor")
-        keys.put("layout.fp8_scaling", scaling, "float8.recipe_name", "quantize.linear.float8.recipe_name")
+        names = ("float8.recipe_name", "quantize.linear.float8.recipe_name")
+        scaling = {"rowwise": "row", "rowwise_with_gw_hp": "row"}.get(str(keys.get(*names)), "tensor")
+        keys.put("layout.fp8_scaling", scaling, *names)
         return
     dtype = str(keys.get("training.mixed_precision_param", default="bfloat16"))
     keys.put("layout.precision", DTYPES.get(dtype, "bf16"), "training.mixed_precision_param")

@@ -9,10 +9,11 @@ import pytest
 
 from armillary.errors import BadRecipe, NotFound
 from armillary.spec.imported.from_deepspeed import read_deepspeed
-from armillary.spec.imported.from_megatron import arguments, read_megatron
+from armillary.spec.imported.from_megatron import read_megatron
 from armillary.spec.imported.from_torchtitan import read_torchtitan
 from armillary.spec.imported.key_map import Given, Imported
 from armillary.spec.imported.read_config import read_configuration, recipe_text
+from armillary.spec.imported.script_arguments import arguments
 from armillary.spec.recipe import load_recipe
 
 TITAN = """
@@ -185,6 +186,57 @@ def test_arguments_of_a_script() -> None:
     found = arguments(MEGATRON)
     assert found["tensor-model-parallel-size"] == 2 and found["nnodes"] == 2 and found["bf16"] is True
     assert "not-an-argument" not in found and arguments("--lr=1e-4 --a-flag") == {"lr": 1e-4, "a-flag": True}
+
+
+def test_flags_end_with_their_line() -> None:
+    script = """ARGS=(
+  #  --log-interval 1 \\
+    --eval-iters 10 \\
+    #--save somewhere \\
+    --no-load-optim \\
+    --exp-name "issue #5"  # with 'one quote
+    --sequence-parallel
+)
+if [ -n "$KEY" ]; then
+    ARGS+=("--fp8-format hybrid" "--fp8-param-gather")
+fi
+torchrun --nproc_per_node 8 pretrain_gpt.py ${ARGS[@]} --save ${1:-checkpoints}
+"""
+    found = arguments(script)
+    assert found.keys().isdisjoint({"log-interval"}) and found["save"] == "checkpoints"
+    assert found["sequence-parallel"] is found["fp8-param-gather"] is found["no-load-optim"] is True
+    assert (found["eval-iters"], found["fp8-format"], found["nproc-per-node"]) == (10, "hybrid", 8)
+    assert arguments("--lr\n1e-4\n--bf16\n") == {"lr": 1e-4, "bf16": True}, "a file of arguments, one per line"
+
+
+def test_megatron_counted_in_samples() -> None:
+    text = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 128 --global-batch-size 8 --lr 1e-3"
+    imported = read_megatron(
+        f"{text} --train-samples 800 --lr-warmup-samples 80 --lr-decay-samples 700", Given(model="gpt2", on="h100x8")
+    )
+    assert (imported.recipe.train.steps, imported.recipe.train.warmup_steps) == (100, 10)
+    assert {row.theirs: row.reason for row in imported.left_out}["lr-decay-samples"].startswith("the rate decays")
+
+
+def test_older_deepspeed() -> None:
+    """`cpu_offload` and a stage that is only switched on."""
+    config = {"train_batch_size": 16, "zero_optimization": {"stage": 2, "cpu_offload": True}}
+    assert read_deepspeed(json.dumps(config), Given(model="gpt2")).recipe.layout.offload == "optimizer"
+    config["zero_optimization"] = {"stage": 2, "cpu_offload": False}
+    assert read_deepspeed(json.dumps(config), Given(model="gpt2")).recipe.layout.offload == "none"
+    assert read_deepspeed('{"zero_optimization": true}', Given(model="gpt2")).recipe.layout.zero == 1
+
+
+def test_torchtitan_fp8_by_rows_under_quantize() -> None:
+    text = """[model]
+name = "llama3"
+flavor = "8B"
+converters = ["quantize.linear.float8"]
+[quantize.linear.float8]
+recipe_name = "rowwise"
+"""
+    layout = read_torchtitan(text, Given(on="h100x8")).recipe.layout
+    assert (layout.precision, layout.fp8_scaling) == ("fp8", "row")
 
 
 def test_every_key_is_accounted_for() -> None:
