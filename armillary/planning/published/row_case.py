@@ -142,6 +142,8 @@ def cluster_of(row: Row, num_devices: int) -> Cluster:
     parts = num_devices // stated if stated and num_devices % stated == 0 else 1
     part = replace(chip_part(chip, parts), num_sms=max(1, (chip.num_sms or 1) // parts)) if parts > 1 else chip
     node = catalogue.nodes().get(chip.node)
+    if node is not None and (per_node := re.search(r"(\d+) GPUs/node", row.get("interconnect") or "")):
+        node = replace(node, num_chips=int(per_node.group(1)))
     if node is None or num_devices == 1:
         return Cluster(name=row.get("gpu") or chip.name, chip=part, node=node)
     domain = min(node.num_chips * node.domain * parts, num_devices)

@@ -325,3 +325,13 @@ def test_nonsense_gets_one_sentence(tmp_path: Path) -> None:
         evaluate_table(tmp_path / "empty.csv")
     with pytest.raises(NotFound, match="did you mean newest"):
         evaluate_table(FIXTURE, ["newst"])
+
+
+def test_devices_per_node_are_the_row_s_where_it_says() -> None:
+    """Shards of 8 devices on nodes of 4 cross the network, which a node of 8 would not."""
+    usual = row(gpu="H200", n_gpus="8", tp="1", pp="1", dp="8", zero_or_fsdp="FSDP", global_batch="8", layers="8")
+    narrow = ready(usual | {"interconnect": "4 GPUs/node, InfiniBand"}, fitted=False)
+    wide = ready(usual, fitted=False)
+    assert [tier.count for tier in narrow.case.cluster.tiers] == [4, 2]
+    assert [tier.count for tier in wide.case.cluster.tiers] == [8]
+    assert step_time(narrow.case, narrow.layouts).total[0] > step_time(wide.case, wide.layouts).total[0]
