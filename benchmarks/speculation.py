@@ -4,8 +4,9 @@
     python benchmarks/speculation.py FOLDER            # --size gpu --minutes 2.5
     python benchmarks/speculation.py FOLDER --device cuda --dtype bf16 --only alone,load
 
-alone   one request at a time, 128 tokens each: with a draft model and a draft head on functions to write, with prompt
-        lookup on "repeat this function with one name changed"; speed is that of decoding, after the first token
+alone   one request at a time: with a draft model and a draft head on functions to write, 128 tokens each; with prompt
+        lookup on "repeat this function with one name changed", to the end of the answer; speed is that of decoding,
+        after the first token
 load    64 requests at once
 equal   500 greedy prompts, drafts of random lengths
 
@@ -103,13 +104,16 @@ def decode_s(engine: Engine, request: Request) -> tuple[float, int]:
     return time.perf_counter() - first, tokens
 
 
-def alone(models: dict[str, LLM], drafts: str, texts: list[str], temperature: float) -> dict[str, Any]:
+def alone(
+    models: dict[str, LLM], drafts: str, texts: list[str], temperature: float, *, to_the_end: bool = False
+) -> dict[str, Any]:
+    """`to_the_end`: of the answer; else 128 tokens, whatever they are."""
     rates: dict[str, list[float]] = {}
     models = {name: models[name] for name in ("plain", drafts)}
     for number, text in enumerate(texts[:1] + texts):
         for name, llm in models.items():
             assert llm.tokenizer is not None
-            params = SamplingParams(max_tokens=128, temperature=temperature, seed=number, ignore_eos=True)
+            params = SamplingParams(max_tokens=128, temperature=temperature, seed=number, ignore_eos=not to_the_end)
             request = Request(id=f"{temperature} {number}", prompt=llm.tokenizer.encode(text), params=params)
             seconds, tokens = decode_s(llm.engine, request)
             if number:  # the first is a warm-up
@@ -193,7 +197,7 @@ def figures(models: Models, wanted: list[str], count: int) -> Iterator[dict[str,
         for drafts in drafting[:-1]:
             for temperature in (0.0, 1.0):
                 yield alone(opened, drafts, texts_to_write(count), temperature)
-        yield alone(opened, "ngram", texts_to_repeat(count), 0.0)
+        yield alone(opened, "ngram", texts_to_repeat(count), 0.0, to_the_end=True)
         opened.clear()
     for case, run in (("load", load), ("equal", equal)):
         if case in wanted:

@@ -22,6 +22,7 @@ from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.kv_memory_budget import kv_budget
 from armillary.engine.runner.linear.linear_formats import (
     PackedDense,
+    few_rows_linear,
     half_linear,
     int8_linear,
     packs,
@@ -283,6 +284,10 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
         replace_head(forward, int8_linear, let_go=let_go)
     elif can_pack:
         replace_linears(forward, packed, let_go=let_go)
+    else:
+        replace_linears(forward, few_rows_linear, let_go=False)
+        if not packed_model:
+            replace_head(forward, few_rows_linear, let_go=False)
 
 
 def _scale(executor: FastExecutor, kv_dtype: torch.dtype) -> None:

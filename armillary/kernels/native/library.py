@@ -24,7 +24,7 @@ from armillary.machine.system_files import cpuinfo_flags
 from armillary.store.home import Home
 
 _HEADERS = ("lanes.h", "vector_math.h", "inputs.h")
-_UNITS = ("packed_linear", "half_linear", "token_rows", "decode_attention", "shared_sum")
+_UNITS = ("packed_linear", "half_linear", "token_rows", "decode_attention", "shared_sum", "few_rows")
 _SOURCES = (*_HEADERS, *(f"{unit}.cpp" for unit in _UNITS))
 _FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 _TIMEOUT_S = 600.0
@@ -116,6 +116,7 @@ def load(path: Path) -> ctypes.CDLL:
     arguments = {
         "linear": [pointer, pointer, size, pointer, pointer, pointer, size, number],
         "half_linear": [pointer, pointer, size, size, size, pointer, pointer, number],
+        "few_rows": [pointer, pointer, size, size, size, pointer, pointer, number],
         "add_norm": [pointer] * 5 + [size, size, ctypes.c_float, number, number],
         "gated_silu": [pointer, pointer, size, number],
         "decode": [pointer, number],

@@ -26,6 +26,7 @@ from armillary.kernels.core.choose_version import choose
 from armillary.kernels.core.requirements import lacking
 from armillary.kernels.fp8.linear import E4M3, quantised
 from armillary.kernels.fp8.matmul import FP8_MATMUL, Fp8MatmulCase
+from armillary.kernels.native.few_rows import FewRows
 from armillary.kernels.native.half_weight import HalfWeight
 from armillary.kernels.quantized.integer_weights_cpu import Int8Weight, takes_int8
 from armillary.model.quantized.formats import IntGroups
@@ -201,6 +202,11 @@ def int8_linear(weight_NK: Tensor, bias: Tensor | None = None) -> LinearFn:
         return Int8Dense.rounded(weight_NK, bias)
     part = IntegerPart(weight=Int8Weight.rounded(weight_NK.detach()), order_K=None)
     return IntegerLinear((part,), None, bias)
+
+
+def few_rows_linear(weight_NK: Tensor, bias: Tensor | None = None) -> LinearFn:
+    """A weight in fp32, through its own kernel for a few tokens."""
+    return FewRows.of(weight_NK, bias) or Dense(weight_NK, bias)
 
 
 def half_linear(weight_NK: Tensor, bias: Tensor | None = None) -> LinearFn:
