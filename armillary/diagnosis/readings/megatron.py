@@ -1,4 +1,5 @@
-"""Megatron-LM's log as a Reading: the line of every few iterations, its timers, its memory report and its arguments.
+"""Megatron-LM's log, or a fork's (GPT-NeoX, Megatron-LLM), as a Reading: the line of every few iterations, its timers,
+its memory report and its arguments.
 
 'iteration 10/ 500 | consumed samples: … | elapsed time per iteration (ms): 1234.5 | …' leaves out the time of
 checkpoints and validations, so what the clock shows beyond it is theirs.
@@ -15,9 +16,12 @@ from armillary.store.gauges import Record
 _ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*(\d+|infinity)\s*\|(.*)")
 _FIELDS = {
     "step_s": (re.compile(r"elapsed time per iteration \(ms\):\s*([\d.]+)"), 1e-3),
-    "flops_per_s": (re.compile(r"throughput per GPU \(TFLOP/s/GPU\):\s*([\d.]+)"), 1e12),
+    "flops_per_s": (
+        re.compile(r"(?:throughput per GPU \(TFLOP/s/GPU\)|approx flops per GPU):\s*([\d.]+)"),
+        1e12,
+    ),
     "lr": (re.compile(r"learning rate:?\s*([\d.eE+-]+)"), 1.0),
-    "loss": (re.compile(r"\blm loss:?\s*([\d.eE+-]+)"), 1.0),
+    "loss": (re.compile(r"\blm[ _]loss:?\s*([\d.eE+-]+)"), 1.0),
     "grad_norm": (re.compile(r"grad norm:\s*([\d.eE+-]+)"), 1.0),
     "loss_scale": (re.compile(r"loss scale:\s*([\d.]+)"), 1.0),
     "batch": (re.compile(r"global batch size:\s*(\d+)"), 1.0),

@@ -72,6 +72,23 @@ def test_megatron(tmp_path: Path, old_timers: bool) -> None:
     assert reading.settings["pipeline_model_parallel_size"] == "4"
 
 
+def test_gpt_neox(tmp_path: Path) -> None:
+    """Its lines as in a bug report, with DeepSpeed's between them."""
+    lines = []
+    for step in range(34, 60):
+        lines += [
+            f"[2023-07-25 21:{step}:17,269] [INFO] [timer.py:215:stop] epoch=0/micro_step={step}/global_step={step}, "
+            "RunningAvgSamplesPerSec=7.864, CurrSamplesPerSec=8.009, MemAllocated=59.65GB, MaxMemAllocated=63.31GB",
+            f" samples/sec: 7.799 | iteration {step:8d}/   10000 | elapsed time per iteration (ms): 4103.1 | learning "
+            "rate: 2.111E-06 | approx flops per GPU: 112.9TFLOPS | lm_loss: 1.118665E+01 | number of skipped "
+            "iterations:   0 | number of nan iterations:   0 |",
+            "time (ms) | forward: 659.86 | backward: 2164.69 | optimizer: 1172.51 | batch generator: 0.83",
+        ]
+    last = read(tmp_path, "\n".join(lines)).steps[-1]
+    assert (last["step"], last["step_s"], last["loss"]) == (59, pytest.approx(4.1031), 11.18665)
+    assert (last["flops_per_s"], last["optimizer_s"]) == (pytest.approx(112.9e12), pytest.approx(1.17251))
+
+
 def test_megatron_says_by_its_clock_how_long_saving_took(tmp_path: Path) -> None:
     reading = read(tmp_path, megatron_log(save=100, save_s=30.0, validate=50, validate_s=12.0))
     saved = [step["checkpoint_stall_s"] for step in reading.steps if "checkpoint_stall_s" in step]
