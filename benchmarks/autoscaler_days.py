@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,20 +100,23 @@ def judged(kind: Kind, trace: Path, limits: Limits, seed: int) -> Judged:
     )
 
 
-def report(name: str, days: Sequence[Judged]) -> None:
+def report(name: str, found: Iterable[Judged]) -> None:
+    """Each day as it is judged, then all of them."""
+    days = list[Judged]()
+    for each in found:
+        days.append(each)
+        over = f"{each.over:+.1%} over the oracle's ({each.over_free:+.1%} where its starts are free)"
+        print(
+            f"{name} {each.seed}: objectives met {each.met:.2%}, cost {over}, which ran at {each.share:.2f} of the capacity "
+            f"of one alone; {each.turns} changes of direction per cooldown at most: {'holds' if each.holds else 'MISSES'}",
+            flush=True,
+        )
     print(
         f"{name}: {sum(each.holds for each in days)} of {len(days)} days hold; "
         f"objectives met {fmean(each.met for each in days):.2%} (least {min(each.met for each in days):.2%}), "
         f"cost {fmean(each.over for each in days):+.1%} (most {max(each.over for each in days):+.1%})",
         flush=True,
     )
-    for each in days:
-        print(
-            f"  seed {each.seed}: objectives met {each.met:.2%}, cost {each.over:+.1%} over the oracle's "
-            f"({each.over_free:+.1%} where its starts are free), which ran at {each.share:.2f} of the capacity of "
-            f"one alone; {each.turns} changes of direction per cooldown at most",
-            flush=True,
-        )
 
 
 def seeds_of(text: str) -> range:
@@ -134,7 +137,7 @@ def main() -> None:
     print(f"{limits.requests_per_s:.2f} requests/s by one replica, {limits.pooled_per_s:.2f} by each of very many")
     with ProcessPoolExecutor(args.processes) as pool:
         for name, seeds in (("tuned", args.tuned), ("fresh", args.fresh)):
-            report(name, list(pool.map(partial(judged, kind, args.trace, limits), seeds)))
+            report(name, pool.map(partial(judged, kind, args.trace, limits), seeds))
 
 
 if __name__ == "__main__":
