@@ -107,8 +107,9 @@ def report(name: str, found: Iterable[Judged]) -> None:
         days.append(each)
         over = f"{each.over:+.1%} over the oracle's ({each.over_free:+.1%} where its starts are free)"
         print(
-            f"{name} {each.seed}: objectives met {each.met:.2%}, cost {over}, which ran at {each.share:.2f} of the capacity "
-            f"of one alone; {each.turns} changes of direction per cooldown at most: {'holds' if each.holds else 'MISSES'}",
+            f"{name} {each.seed}: objectives met {each.met:.2%}, cost {over}, which ran at {each.share:.2f} of "
+            f"one's capacity; {each.turns} changes of direction per cooldown at most: "
+            f"{'holds' if each.holds else 'MISSES'}",
             flush=True,
         )
     print(
