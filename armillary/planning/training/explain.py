@@ -3,19 +3,15 @@
 The values are the prediction's own terms; the formulas are those of docs/planning.md.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from armillary.planning.device_model.efficiency import width_of
-from armillary.planning.training.activations import activation_bytes, micro_batches_in_flight
+from armillary.planning.training.explained_memory import memory_terms
+from armillary.planning.training.explained_term import Term, seconds_term
 from armillary.planning.training.fp8_fp4 import weights_s
 from armillary.planning.training.layer_gemms import layer_gemms
 from armillary.planning.training.layout_prediction import Prediction
-from armillary.planning.training.memory_breakdown import FRAGMENTATION, context_bytes, memory
 from armillary.planning.training.offload import link_rate
-from armillary.planning.training.optimizer_states import state_bytes
-from armillary.planning.training.peak_memory import SNAPSHOTS, logit_bytes
 from armillary.planning.training.step_overhead import (
     CALLS_PER_OPERATOR,
     CPU_STRAGGLER,
@@ -28,19 +24,6 @@ from armillary.spec.arithmetic.params import parameters
 from armillary.units import bandwidth_text, bytes_text, count_text, flops_per_s_text, flops_text, seconds_text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Term:
-    """One line of the explanation."""
-
-    name: str
-    formula: str
-    numbers: str
-    value: float
-    """the result, in seconds, bytes or as stated"""
-    text: str
-    """the result with its unit"""
-
-
 def explain(prediction: Prediction) -> list[Term]:
     """Every term of the first layout of a prediction: work, time, memory."""
     return [
@@ -49,16 +32,8 @@ def explain(prediction: Prediction) -> list[Term]:
         *_compute(prediction),
         *_communication(prediction),
         *_rest(prediction),
-        *_memory(prediction),
+        *memory_terms(prediction),
     ]
-
-
-def _seconds(name: str, formula: str, numbers: str, value: float) -> Term:
-    return Term(name=name, formula=formula, numbers=numbers, value=value, text=seconds_text(max(value, 0.0)))
-
-
-def _bytes(name: str, formula: str, numbers: str, value: float) -> Term:
-    return Term(name=name, formula=formula, numbers=numbers, value=value, text=bytes_text(value))
 
 
 # --- work
@@ -100,7 +75,7 @@ def _gemms(prediction: Prediction) -> list[Term]:
         shape = "·".join(f"{size:g}" for size in gemm.shape)
         numbers = f"2·{shape} = {flops_text(gemm.flops)} at {flops_per_s_text(gemm.flops_per_s)}"
         formula = "max(2·g·m·n·k / reached(m, n, k), bytes / bandwidth)"
-        terms.append(_seconds(f"  {gemm.name}, forward", formula, numbers, gemm.seconds))
+        terms.append(seconds_term(f"  {gemm.name}, forward", formula, numbers, gemm.seconds))
     return terms
 
 
@@ -113,13 +88,13 @@ def _compute(prediction: Prediction) -> list[Term]:
     sustained, peak = case.curves.sustained(prediction.precision()), case.curves.peaks[prediction.precision()]
     hidden, width = float((time.comm - time.exposed)[0]), width_of(prediction.precision())
     return [
-        _seconds(
+        seconds_term(
             "GEMMs",
             "micro-batches · layers · Σ (forward + dX + dW) + the ends",
             f"{m:g} · {mean:g} · GEMMs at up to {flops_per_s_text(sustained)} of {flops_per_s_text(peak)}",
             float(time.gemm[0]),
         ),
-        _seconds(
+        seconds_term(
             "attention",
             "micro-batches · layers · FLOPs / reached(sequence, head dim)",
             f"{m:g} · {mean:g} · at up to {flops_per_s_text(case.curves.attention_forward[width])} forward, "
@@ -127,13 +102,13 @@ def _compute(prediction: Prediction) -> list[Term]:
             float(time.attention[0]),
         ),
         _memory_bound(prediction),
-        _seconds(
+        seconds_term(
             "recompute",
             "micro-batches · layers · forward (full) or memory-bound operations (selective)",
             f"{prediction.layout().recompute}, one layer in {prediction.layout().recompute_every}",
             float(time.recompute[0]),
         ),
-        _seconds(
+        seconds_term(
             "contention",
             "share of the chip · hidden communication",
             f"0.08 · {seconds_text(hidden)}",
@@ -167,7 +142,7 @@ def _communication(prediction: Prediction) -> list[Term]:
         if total > 0:
             hidden = seconds_text(max(total - exposed, 0.0))
             numbers = f"{_amount(prediction, name)} among {sizes[name]}: {seconds_text(total)} total, {hidden} hidden"
-            terms.append(_seconds(f"{name} exposed", _FORMULAS[name], numbers, exposed))
+            terms.append(seconds_term(f"{name} exposed", _FORMULAS[name], numbers, exposed))
     return terms
 
 
@@ -196,13 +171,13 @@ def _memory_bound(prediction: Prediction) -> Term:
     times = f"{float(time.work.micro_batches[0]):g} · {float(time.work.stages.mean[0]):g}"
     if prediction.case.software.eager_layers:
         rate = curves.eager_bytes_per_s[width_of(prediction.precision())]
-        return _seconds(
+        return seconds_term(
             "memory-bound operations",
             "micro-batches · layers · bytes of torch operators / their rate",
             f"{times} · at {bandwidth_text(rate)}",
             float(time.memory[0]),
         )
-    return _seconds(
+    return seconds_term(
         "memory-bound operations",
         "micro-batches · layers · (bytes / bandwidth + kernel overhead)",
         f"{times} · at {bytes_text(curves.bytes_per_s)}/s",
@@ -219,13 +194,13 @@ def _waits(prediction: Prediction) -> list[Term]:
     if case.software.eager_layers:
         call_s = case.curves.autograd_call_s * case.software.host
         return [
-            _seconds(
+            seconds_term(
                 "calls",
                 "operators, recomputed ones and the ends included · calls per operator · seconds per call",
                 f"{launch / call_s / CALLS_PER_OPERATOR:,.0f} · {CALLS_PER_OPERATOR:g} · {seconds_text(call_s)}",
                 launch,
             ),
-            _seconds(
+            seconds_term(
                 "slowest rank",
                 f"{CPU_STRAGGLER:g} · log2(ranks) · busy time",
                 f"{CPU_STRAGGLER:g} · log2({layout.num_devices}) · {m:g} · {mean}",
@@ -234,13 +209,13 @@ def _waits(prediction: Prediction) -> list[Term]:
         ]
     nodes = max(1.0, layout.num_devices / (case.cluster.node.num_chips if case.cluster.node else 1))
     return [
-        _seconds(
+        seconds_term(
             "waiting for launches",
             "micro-batches · max(0, kernels · launch − device time)",
             f"{m:g} · max(0, {kernels:,.0f} · {seconds_text(kernel_launch_s(case))} − {mean})",
             launch,
         ),
-        _seconds(
+        seconds_term(
             "slowest node", "0.008 · log2(nodes) · busy time", f"0.008 · log2({nodes:g}) · {m:g} · {mean}", straggler
         ),
     ]
@@ -257,19 +232,19 @@ def _rest(prediction: Prediction) -> list[Term]:
     rounded = weights_s(case, prediction.layouts.take(np.array([0])), work.parameters)
     parts = [time.compute, time.exposed, time.bubble, time.overhead]
     return [
-        _seconds(
+        seconds_term(
             "pipeline fill and drain",
             "(pp−1) · (forward + backward of a stage) / interleave",
             f"({layout.pp}−1) · {slowest} / {layout.interleave}",
             float(time.fill[0]),
         ),
-        _seconds(
+        seconds_term(
             "uneven stages",
             "micro-batches · (slowest stage − mean)",
             f"{m:g} · ({slowest} − {mean})",
             float(time.imbalance[0]),
         ),
-        _seconds(
+        seconds_term(
             "optimizer",
             "trained weights / shards · bytes / bandwidth + weights cast to fp8",
             f"{count_text(updated)} / {shards} · {each:g} B / {bandwidth_text(curves.bytes_per_s)}"
@@ -277,79 +252,23 @@ def _rest(prediction: Prediction) -> list[Term]:
             float(time.optimizer[0]),
         ),
         *_waits(prediction),
-        _seconds(
+        seconds_term(
             "waiting for data",
             "max(0, tokens per rank / measured loader − busy time)",
             f"busy {m:g} · {mean}",
             float(time.data[0]),
         ),
-        _seconds("step, other", "reading, logging, a barrier", seconds_text(STEP_S), float(time.other[0])),
-        _seconds(
+        seconds_term("step, other", "reading, logging, a barrier", seconds_text(STEP_S), float(time.other[0])),
+        seconds_term(
             "offload",
             "AdamW on the host − the next forward pass; copies − the passes that hide them",
             f"{layout.offload}, link {bandwidth_text(link_rate(case))}",
             float(time.offload[0]),
         ),
-        _seconds(
+        seconds_term(
             "step",
             "compute + exposed communication + bubble + overhead",
             " + ".join(seconds_text(max(float(part[0]), 0.0)) for part in parts),
             float(time.total[0]),
         ),
-    ]
-
-
-# --- memory
-
-
-def _memory(prediction: Prediction) -> list[Term]:
-    case, layouts, params = prediction.case, prediction.layouts.take(np.array([0])), prediction.time.work.parameters
-    states, usage, each = state_bytes(case, layouts), memory(case, layouts), activation_bytes(case, layouts)
-    total, shard = count_text(float(params.total[0])), int(layouts.shard_size[0] * layouts.cp[0])
-    zero, tokens = int(layouts.zero[0]), float(layouts.micro_batch[0] * case.sequence / layouts.cp[0])
-    in_flight = float(micro_batches_in_flight(layouts, prediction.time.work.micro_batches[:1])[0])
-    share = {stage: f" / {shard}" if zero >= stage else "" for stage in (1, 2, 3)}
-    weight, trained, logit = float(states.weight[0]), total, float(logit_bytes(case, layouts)[0])
-    if case.lora is not None:
-        weight, trained = case.lora.base_bytes, count_text(case.lora.parameters / float((layouts.pp * layouts.tp)[0]))
-    rows = [
-        ("weights", "parameters · bytes (/ shards with ZeRO 3)", f"{total} · {weight:g}{share[3]}"),
-        (
-            "gradients",
-            "trained parameters · bytes (/ shards from ZeRO 2), those allocated at the peak",
-            f"{trained} · {float(states.gradient[0]):g}{share[2]}",
-        ),
-        (
-            "optimizer",
-            "trained parameters · 8 (/ shards from ZeRO 1)",
-            f"{trained} · {float(states.optimizer[0]):g}{share[1]}",
-        ),
-        (
-            "master",
-            "trained parameters · 4 below fp32 (/ shards from ZeRO 1)",
-            f"{trained} · {float(states.master[0]):g}{share[1]}",
-        ),
-        (
-            "activations",
-            "tokens · (layers · micro-batches in flight · bytes per layer + gradients)",
-            f"{tokens:g} · ({float(params.layers[0]):g} · {in_flight:g} · "
-            f"up to {bytes_text(float(each.no_recompute[0]))} + …)",
-        ),
-        (
-            "loss",
-            "tokens · vocabulary / tp · bytes per logit",
-            f"{tokens:g} · {case.model.vocab:,} / {int(layouts.tp[0])} · {logit:g}, on the last stage",
-        ),
-        ("buffers", "two all-gathered layers and a gradient (ZeRO 3), or two buckets", f"ZeRO {zero}"),
-        (
-            "other",
-            "context + fragmentation · the rest",
-            f"{bytes_text(float(context_bytes(case, layouts)[0]))} + {FRAGMENTATION:g} · "
-            f"{bytes_text(float(usage.allocated[0]))}",
-        ),
-    ]
-    formula = f"Σ, most {SNAPSHOTS[int(usage.peak_at[0])]}"
-    return [
-        *(_bytes(f"memory, {name}", formula, numbers, usage.parts()[name]) for name, formula, numbers in rows),
-        _bytes("memory, all", formula, f"of {bytes_text(prediction.memory_limit)}", float(usage.total[0])),
     ]
