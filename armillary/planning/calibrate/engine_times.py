@@ -20,6 +20,7 @@ from armillary.planning.serving.replica import Replica
 from armillary.planning.serving.serving_plan import serving_request
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import recipe_from_dict
+from armillary.spec.tables.traffic import Traffic
 from armillary.stats import percentile
 from armillary.store.gauges import Record
 from armillary.store.home import Home
@@ -48,7 +49,11 @@ def own_engine_time(name: str, steps: Sequence[Record], plan: Plan, home: Home) 
     """A serving run of ours: its recorded steps, priced by today's planner."""
     if plan.serve is None:
         raise BadInput(f"{name} is no serving run; calibrate with runs of armillary serve, or pages with their recipes")
-    recipe = replace(recipe_from_dict(plan.recipe), layout=plan.layout, serve=plan.serve)
+    longest = plan.serve.max_model_len or plan.model.context
+    fits = Traffic(
+        tokens_in=max(1, longest // 2), tokens_out=max(1, longest // 4)
+    )  # its steps say what was asked of it
+    recipe = replace(recipe_from_dict(plan.recipe), layout=plan.layout, serve=plan.serve, traffic=fits)
     request = serving_request(recipe, plan.model, plan.cluster, home, is_corrected=False)
     replica = server_of(request, plan.layout).replica
     chosen = [record for record in steps if record.get("prefill_tokens") or record.get("decode_tokens")]
@@ -67,7 +72,8 @@ def own_engine_time(name: str, steps: Sequence[Record], plan: Plan, home: Home) 
 
 def page_time(name: str, mean: MeanStep, by: str, described: Described, home: Home) -> RunTime:
     """The page of a server with the recipe that describes it; the server's declared rates, else the physics."""
-    recipe = described.recipe
+    asked = Traffic(tokens_in=max(1, round(mean.tokens_in)), tokens_out=max(1, round(mean.tokens_out)))
+    recipe = replace(described.recipe, traffic=asked)
     request = serving_request(recipe, described.model, described.cluster, home, is_corrected=False)
     server = server_of(replace(request, rates=rates_for(by)), recipe.layout)
     return RunTime(

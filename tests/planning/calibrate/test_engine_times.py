@@ -49,13 +49,15 @@ def test_the_mean_step_of_a_page_is_its_decodes_and_their_share_of_prompts() -> 
 def test_a_run_is_held_against_todays_plan_of_its_own_steps(home: Home) -> None:
     reading = served(requests(30, rate=5.0), chip="h100")
     plan = reading.plan
-    assert plan is not None
+    assert plan is not None and plan.serve is not None
     once = own_engine_time("once", reading.steps, plan, home)
     twice = [{**step, "engine_step_s": 2 * step["engine_step_s"]} for step in reading.steps]
     again = own_engine_time("twice", twice, plan, home)
     assert again.measured_s == pytest.approx(2 * once.measured_s) and again.planned == once.planned
     save_correction(home, FACTORS)
     assert own_engine_time("once", reading.steps, plan, home).planned == once.planned  # never corrected twice
+    short = replace(plan, serve=replace(plan.serve, max_model_len=128))  # less than the usual traffic asks for
+    assert own_engine_time("short", reading.steps, short, home).measured_s == once.measured_s
     with pytest.raises(BadInput, match="no engine step"):
         own_engine_time("idle", [{"engine_step_s": 1.0}], plan, home)
 
