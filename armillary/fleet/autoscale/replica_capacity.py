@@ -9,6 +9,7 @@ queues with many servers (Halfin and Whitt, 1981), the rate of r replicas that a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -108,7 +109,7 @@ class Capacity:
         misses = sum(ratio > 1.0 for ratio in ratios)
         seconds = max(1e-9, window[-1].now - window[0].now) / max(1, len(window) - 1)
         requests = max(1.0, sum(look.arrived_per_s for look in window) / len(window) * seconds)
-        return 1.0 - (1.0 - misses / len(ratios)) ** (1 / requests)
+        return 1.0 - math.pow(1.0 - misses / len(ratios), 1 / requests)
 
     def learn(self, window: Sequence[Signals], *, unchanged: bool) -> None:
         """Correct by the looks of a time in which the fleet has not changed its size: up where that is a while."""
