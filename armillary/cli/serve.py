@@ -28,6 +28,9 @@ _AROUND_ROUTES = tuple(
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
 @click.option("--tp", type=click.IntRange(1), help="Devices that shard the model, or each of its stages.  [default: 1]")
 @click.option("--devices", type=click.IntRange(1), help="Devices, which the planner divides into --tp and serve.pp.")
+@click.option("--nodes", default=1, type=click.IntRange(1), help="Nodes that share the ranks.  [default: 1]")
+@click.option("--node-rank", type=click.IntRange(0), help="Which node this is.  [default: as Slurm or Kubernetes say]")
+@click.option("--rendezvous", metavar="HOST:PORT", help="Where the nodes meet: an address of the first.")
 @click.option("--trust", is_flag=True, help="Serve a model file that armillary convert did not write here.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Take its [serve] table.")
@@ -50,6 +53,9 @@ def serve(
     port: int,
     tp: int | None,
     devices: int | None,
+    nodes: int,
+    node_rank: int | None,
+    rendezvous: str | None,
     trust: bool,
     device: str | None,
     recipe: Path | None,
@@ -71,6 +77,8 @@ def serve(
     """
     from armillary.serving.predict.versions import is_model_file
 
+    if nodes > 1 and is_model_file(Path(model)):
+        raise BadInput("--nodes is for models that the engine serves; a model file is served on one node")
     if is_model_file(Path(model)):
         return serve_file(
             out, home, Path(model), host=host, port=port, device=device, recipe=recipe, overrides=overrides, trust=trust
@@ -80,8 +88,8 @@ def serve(
     asked = _asked(recipe, overrides)
     if find_spec("torch") is None:  # the engine's process imports it, not this one
         raise missing("torch", "serving a model", "torch")
-    if asked.serve.emulate:
-        from armillary.cli.serve_emulated import serve_emulated
+    if asked.serve.emulate and nodes == 1:
+        from armillary.cli.serving.serve_emulated import serve_emulated
 
         return serve_emulated(out, home, model, asked, host=host, port=port)
     source = find_model(out, home, model, need_weights=True, trusted_keys=asked.serve.trusted_keys)
@@ -89,6 +97,7 @@ def serve(
         drafts = find_model(out, home, asked.serve.draft, need_weights=True, trusted_keys=asked.serve.trusted_keys)
         asked = replace(asked, serve=replace(asked.serve, draft=str(drafts.folder)))
     from armillary.cli.serve_run_folder import choose_layout, recorded, resolve_dtype, resolve_threads
+    from armillary.cli.serving.serve_nodes import node_place, refuse_on_nodes, run_node
     from armillary.profiling.dtypes.choice import with_dtype
     from armillary.serving.http.server import bind, listen_options
     from armillary.serving.openai.promotion import followed_alias
@@ -101,19 +110,33 @@ def serve(
         raise BadInput(f"serve.role={asked.serve.role} serves one version; name it, or set serve.registry_poll_s=0")
     if follow is not None:  # clients keep one name while versions change
         source = replace(source, name=follow.release.name)
+    place = node_place(nodes, node_rank, rendezvous)
     listen = listen_options(host, port, asked.serve)
-    bind(listen).close()  # a port in use is said before there is a run
+    if not place.rank:
+        bind(listen).close()  # a port in use is said before there is a run
     dtype = resolve_dtype(home, source, asked, device)
     say(dtype.warning or f"dtype {dtype.reason or f'{dtype.dtype}: as asked'}")
     if devices is not None:
-        if tp is not None or asked.serve.pp > 1:
-            raise BadInput("--devices is divided by the planner; leave --tp and serve.pp out, or leave --devices out")
+        if tp is not None or asked.serve.pp > 1 or nodes > 1:
+            raise BadInput("--devices is divided by the planner; leave --tp, --nodes and serve.pp out, or --devices")
         tp, pp = choose_layout(home, source, asked, dtype, devices=devices, device=device, say=say)
         asked = replace(asked, serve=replace(asked.serve, pp=pp))
     tp = tp or 1
+    refuse_on_nodes(asked.serve, place, tp * asked.serve.pp, follows=follow is not None)
     threads = resolve_threads(home, source, asked, dtype, tp=tp, device=device, say=say)
     if threads is not None:
         say(f"threads {threads.reason or f'{threads.count}: as asked'}")
+    settings = replace(with_dtype(asked.serve, dtype), threads=threads.count if threads else asked.serve.threads)
+    config = EngineConfig(
+        model=str(source.folder),
+        serve=settings,
+        home=home,
+        device=device,
+        model_code=loaded_files(),
+        nodes=place,
+    )
+    if place.rank:
+        return run_node(config, tp * asked.serve.pp, say)
     with recorded(
         home,
         source,
@@ -126,15 +149,7 @@ def serve(
         device=device,
         say=say,
     ) as folder:
-        settings = replace(with_dtype(asked.serve, dtype), threads=threads.count if threads else asked.serve.threads)
-        config = EngineConfig(
-            model=str(source.folder),
-            serve=settings,
-            home=home,
-            device=device,
-            gauges=folder.gauges if folder else None,
-            model_code=loaded_files(),
-        )
+        config = replace(config, gauges=folder.gauges if folder else None)
         run(source, config, listen, ranks=tp * asked.serve.pp, follow=follow, say=say)
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from armillary.engine.llm import LLM
+from armillary.engine.request.sampling_params import SamplingParams
 from armillary.model.transformer import build
 from armillary.model.weights.hf_weights import save_model
 from tests.engine.disaggregation.test_disaggregation import GREEDY as LONG_GREEDY
@@ -23,6 +24,7 @@ from tests.engine.disaggregation.test_disaggregation import MODELS, SERVE
 from tests.engine.disaggregation.test_disaggregation import PROMPTS as LONG_PROMPTS
 from tests.model.quantized.folders import tiny_llama
 from tests.services.engine_rank import GREEDY, PROMPTS, TABLE
+from tests.serving.tiny import make_folder
 
 ADDRESSES = ("10.88.0.1", "10.88.0.2")
 HAS_NAMESPACES = shutil.which("ip") is not None and os.geteuid() == 0
@@ -104,3 +106,37 @@ def test_a_prefill_and_a_decode_server_on_two_hosts(
     tokens, gauges = json.loads(outputs[ranks[0]])
     assert tokens == [made.tokens for made in LLM(folder, SERVE, device="cpu").generate(LONG_PROMPTS, LONG_GREEDY)]
     assert gauges["kv_fetched_total"] >= 4 and not gauges["kv_fetch_failed_total"]
+
+
+def test_a_server_on_two_hosts(hosts: tuple[str, str], tmp_path: Path) -> None:
+    """`armillary serve --nodes 2` on each; the client is on the first."""
+    folder = make_folder(tmp_path)
+    flags = (
+        "serve",
+        folder,
+        "--device",
+        "cpu",
+        "--port",
+        8123,
+        "--set",
+        "serve.dtype=fp32",
+        "--set",
+        "serve.kv_bytes=20MB",
+    )
+    flags = (*flags, "--tp", 2, "--nodes", 2, "--rendezvous", f"{ADDRESSES[0]}:29730", "--node-rank")
+    nodes = [run_on(host, {"ARMILLARY_HOME": tmp_path / host}, "armillary", *flags, n) for n, host in enumerate(hosts)]
+    try:
+        out = nodes[0].stdout
+        assert out is not None
+        assert any("ready on http" in line for line in iter(out.readline, "")), "it ended"
+        body = {"model": "tiny", "prompt": "def main", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        ask = ["curl", "-s", "http://127.0.0.1:8123/v1/completions", "-d", json.dumps(body)]
+        answer = subprocess.run(["ip", "netns", "exec", hosts[0], *ask], capture_output=True, text=True, timeout=60)
+        text = json.loads(answer.stdout)["choices"][0]["text"]
+    finally:
+        for node in nodes:
+            node.terminate()
+            node.communicate(timeout=60)
+    greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with LLM(folder, TABLE, device="cpu") as alone:
+        assert text == alone.generate(["def main"], greedy)[0].text

@@ -80,7 +80,7 @@ class EngineClient:
         self.state: State = "loading"
         self.retired = False  # another engine serves new requests, and reports its state
         self.started: EngineReady | None = None
-        self._ranks = Ranks(ranks, config.program)
+        self._ranks = Ranks(ranks, config, say)
         initial = adapter_folders(config.serve.adapters) if config.serve.adapters else {}
         self.adapters = AdapterClient(self._ranks.send, initial)
         self._say = say
@@ -277,7 +277,7 @@ class EngineClient:
             ):  # this process was stopped or busy, and has messages of the engine still to read
                 self._liveness.excuse(late_s)
             hung = self._liveness.hung() if self.state == "ready" else None
-            lost = "one of its ranks has ended" if self._ranks.lost_one() else None
+            lost = self._ranks.lost()
             if self._ranks.alive and (hung or lost):
                 self._say(f"killing the engine: {hung or lost}")
                 self._ranks.kill()

@@ -27,6 +27,16 @@ INDEX_BITS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodePlace:
+    """This node among those of an engine: `host` and `port` of the first, where the others report."""
+
+    count: int = 1
+    rank: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The first message to an engine process: the model as the user named it, the device (none: the best one), the time
     at which the process was started, the file for gauges (none: they are not recorded), and files with the user's
@@ -41,6 +51,7 @@ class EngineConfig:
     model_code: tuple[str, ...] = ()
     adapters: tuple[tuple[str, str], ...] = ()
     """key and folder of LoRA adapters that are loaded before the engine is ready"""
+    nodes: NodePlace = NodePlace()
     program: str = "armillary.serving.processes.engine_main"
     """module that the engine's processes run"""
 

@@ -9,7 +9,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from armillary.serving.processes.engine_ipc import EngineConfig
+from armillary.serving.http.server import Say
+from armillary.serving.processes.engine_ipc import EngineConfig, NodePlace
+from armillary.serving.processes.node_ranks import OtherNodes, RankPlace, rank_environment
 from armillary.serving.processes.worker_process import frame, spawn
 
 _READ_LIMIT = 1 << 24
@@ -17,12 +19,12 @@ _READ_LIMIT = 1 << 24
 
 class Ranks:
     """The rank processes; rank 0 exchanges messages with the server, the others follow it while their sockets are
-    open."""
+    open. Where there are several nodes, the first has the first ranks, and the others start theirs."""
 
-    def __init__(self, count: int, module: str = "armillary.serving.processes.engine_main") -> None:
-        """`module` is the program of each process."""
+    def __init__(self, count: int, config: EngineConfig, say: Say) -> None:
         self.count = count
-        self._module = module
+        self._module, self._node = config.program, config.nodes
+        self._others = OtherNodes(config.nodes, say) if config.nodes.count > 1 else None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._follower_socks: list[socket.socket] = []
         self._writer: asyncio.StreamWriter | None = None
@@ -38,16 +40,20 @@ class Ranks:
         """Process id of rank 0; none where none runs."""
         return self._processes[0].pid if self._processes else None
 
-    def lost_one(self) -> bool:
-        """Whether another rank has ended, for which rank 0 would wait for ever."""
-        return any(process.poll() is not None for process in self._processes[1:])
+    def lost(self) -> str:
+        """That another rank has ended, for which rank 0 would wait for ever; empty while none has."""
+        if any(process.poll() is not None for process in self._processes[1:]):
+            return "one of its ranks has ended"
+        return self._others.lost if self._others is not None else ""
 
     async def start(self, config: EngineConfig) -> asyncio.StreamReader:
         """Start the processes; the reader of rank 0's messages."""
-        port = _free_port() if self.count > 1 else 0
+        port = _free_port(self._node) if self.count > 1 else 0
+        if self._others is not None:
+            await self._others.start(port)
         begin = frame(replace(config, asked_at=time.time()))
         first = self._spawn(0, port)
-        for rank in range(1, self.count):
+        for rank in range(1, self.count // self._node.count):
             sock = self._spawn(rank, port)
             sock.sendall(begin)
             self._follower_socks.append(sock)
@@ -65,14 +71,11 @@ class Ranks:
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         """The environment of a rank, with torchrun's variables where there are several and without other launchers'."""
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.count, "LOCAL_WORLD_SIZE": self.count}
-        inherited = {
-            key: value for key, value in os.environ.items() if not key.startswith("SLURM_") and key not in ranks
-        }
         if self.count == 1:
-            return inherited
-        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        return inherited | {k: str(v) for k, v in (ranks | rendezvous).items()}
+            return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        local = self.count // self._node.count
+        place = RankPlace(rank=rank, size=self.count, local_rank=rank, local_size=local, port=port)
+        return rank_environment(place, self._node, os.environ)
 
     def send(self, message: Any) -> None:
         """Send to rank 0 without waiting for it to read, and at once rather than in the event loop's next iteration, so
@@ -96,6 +99,8 @@ class Ranks:
         if self._writer is not None:
             self._writer.transport.abort()
             self._writer = self._first = None
+        if self._others is not None:
+            self._others.stop()
         for sock in self._follower_socks:
             sock.close()
         processes, self._processes, self._follower_socks = self._processes, [], []
@@ -105,7 +110,7 @@ class Ranks:
         return codes[0] if codes else 0
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def _free_port(node: NodePlace) -> int:
+    """A port where the first rank can be met, of the first node's address if there are several nodes."""
+    with socket.create_server((node.host, 0), reuse_port=False) as probe:
         return int(probe.getsockname()[1])

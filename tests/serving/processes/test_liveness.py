@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,7 +140,7 @@ def slow_stuck_and_stopped(tmp_path: str) -> None:
     said: list[str] = []
     config = EngineConfig(model="", serve=Serve(frozen_s=2.5, hung_s=3.5), home=Home.at(Path(tmp_path)))
     engine = EngineClient(config, ranks=1, metrics=Metrics(), say=said.append)
-    engine._ranks = Ranks(1, "tests.serving.slow_engine")
+    engine._ranks = Ranks(1, replace(engine.config, program="tests.serving.slow_engine"), print)
 
     async def ask(prompt: list[int]) -> Mailbox:
         box = Mailbox(1, eager=False)

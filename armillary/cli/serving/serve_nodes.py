@@ -1,0 +1,61 @@
+"""`armillary serve --nodes`: one engine whose ranks are on several nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from armillary.cluster.node import NODE_RANKS
+from armillary.errors import BadInput
+from armillary.serving.http.server import Say
+from armillary.serving.processes.engine_ipc import EngineConfig, NodePlace
+from armillary.spec.tables.serve import Serve
+
+_RANKS = (*NODE_RANKS, "GROUP_RANK")
+"""as Slurm, Kubernetes and torchrun number nodes"""
+
+
+def node_place(nodes: int, node_rank: int | None, rendezvous: str | None) -> NodePlace:
+    """This node's place, from the options and what a launcher has set; BadInput where they do not make one."""
+    if nodes == 1:
+        if rendezvous or node_rank:
+            raise BadInput("--rendezvous and --node-rank are for --nodes of two or more")
+        return NodePlace()
+    host, _, port = (rendezvous or "").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise BadInput(f"--nodes {nodes} needs --rendezvous HOST:PORT, an address of the first node that all reach")
+    given = os.environ.get(next((name for name in _RANKS if name in os.environ), ""), "")
+    rank = node_rank if node_rank is not None else int(given) if given.isdecimal() else None
+    if rank is None or rank >= nodes:
+        told = "unknown" if rank is None else str(rank)
+        raise BadInput(f"the rank of this node among {nodes} is {told}; give --node-rank, from 0 on")
+    return NodePlace(count=nodes, rank=rank, host=host.strip("[]"), port=int(port))
+
+
+def refuse_on_nodes(serve: Serve, place: NodePlace, ranks: int, *, follows: bool) -> None:
+    """BadInput for what one engine on several nodes cannot do."""
+    if place.count == 1:
+        return
+    if ranks % place.count:
+        raise BadInput(f"{ranks} ranks (--tp × serve.pp) are not a multiple of {place.count} nodes; try other numbers")
+    if serve.emulate:
+        raise BadInput("serve.emulate needs one process; leave --nodes out")
+    if serve.role != "combined":
+        raise BadInput(f"serve.role={serve.role} is for ranks on one node; leave --nodes out")
+    if follows:
+        raise BadInput("an alias is followed on one node; name a version, or set serve.registry_poll_s=0")
+
+
+def run_node(config: EngineConfig, ranks: int, say: Say) -> None:
+    """On every node but the first: until SIGTERM or SIGINT."""
+    from armillary.serving.processes.node_ranks import serve_node
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        serve_node(config, ranks, say)
+    except KeyboardInterrupt:
+        say("stopped")
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
