@@ -28,9 +28,6 @@ _AROUND_ROUTES = tuple(
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65_535), help="0 takes a free one.")
 @click.option("--tp", type=click.IntRange(1), help="Devices that shard the model, or each of its stages.  [default: 1]")
 @click.option("--devices", type=click.IntRange(1), help="Devices, which the planner divides into --tp and serve.pp.")
-@click.option("--nodes", default=1, type=click.IntRange(1), help="Nodes that share the ranks.  [default: 1]")
-@click.option("--node-rank", type=click.IntRange(0), help="Which node this is.  [default: as Slurm or Kubernetes say]")
-@click.option("--rendezvous", metavar="HOST:PORT", help="Where the nodes meet: an address of the first.")
 @click.option("--trust", is_flag=True, help="Serve a model file that armillary convert did not write here.")
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option("--recipe", type=click.Path(path_type=Path, dir_okay=False), help="Take its [serve] table.")
@@ -53,9 +50,6 @@ def serve(
     port: int,
     tp: int | None,
     devices: int | None,
-    nodes: int,
-    node_rank: int | None,
-    rendezvous: str | None,
     trust: bool,
     device: str | None,
     recipe: Path | None,
@@ -69,16 +63,15 @@ def serve(
     SIGTERM lets requests in flight finish. The rest is keys of [serve], like limits and API keys: --set
     serve.max_model_len=4096, --set serve.max_waiting=100, --set serve.api_key_file=keys.txt, --set serve.name=…
     (for clients), --set serve.dtype=bf16, --set serve.speculate=ngram, --set serve.pp=2
-    (stages of layers), --set serve.ep=4 (groups of experts), --set serve.role=prefill or decode with
-    --set serve.prefill=HOST:PORT (two servers for one model), --set serve.otlp=http://….
+    (stages of layers), --set serve.ep=4 (groups of experts), --set serve.nodes=2@HOST:PORT
+    (one engine on two nodes), --set serve.role=prefill or decode with --set serve.prefill=HOST:PORT
+    (two servers for one model), --set serve.otlp=http://….
 
     A model file (.pt2, .pt, .onnx), or a folder of numbered versions of one, is served at /predict with dynamic
     batching. A .pt2 or .pt can hold code: one that armillary convert did not write here needs --trust.
     """
     from armillary.serving.predict.versions import is_model_file
 
-    if nodes > 1 and is_model_file(Path(model)):
-        raise BadInput("--nodes is for models that the engine serves; a model file is served on one node")
     if is_model_file(Path(model)):
         return serve_file(
             out, home, Path(model), host=host, port=port, device=device, recipe=recipe, overrides=overrides, trust=trust
@@ -88,7 +81,7 @@ def serve(
     asked = _asked(recipe, overrides)
     if find_spec("torch") is None:  # the engine's process imports it, not this one
         raise missing("torch", "serving a model", "torch")
-    if asked.serve.emulate and nodes == 1:
+    if asked.serve.emulate and not asked.serve.nodes:
         from armillary.cli.serving.serve_emulated import serve_emulated
 
         return serve_emulated(out, home, model, asked, host=host, port=port)
@@ -110,15 +103,15 @@ def serve(
         raise BadInput(f"serve.role={asked.serve.role} serves one version; name it, or set serve.registry_poll_s=0")
     if follow is not None:  # clients keep one name while versions change
         source = replace(source, name=follow.release.name)
-    place = node_place(nodes, node_rank, rendezvous)
+    place = node_place(asked.serve)
     listen = listen_options(host, port, asked.serve)
     if not place.rank:
         bind(listen).close()  # a port in use is said before there is a run
     dtype = resolve_dtype(home, source, asked, device)
     say(dtype.warning or f"dtype {dtype.reason or f'{dtype.dtype}: as asked'}")
     if devices is not None:
-        if tp is not None or asked.serve.pp > 1 or nodes > 1:
-            raise BadInput("--devices is divided by the planner; leave --tp, --nodes and serve.pp out, or --devices")
+        if tp is not None or asked.serve.pp > 1 or place.count > 1:
+            raise BadInput("--devices is divided by the planner; leave out --tp, serve.pp and serve.nodes, or it")
         tp, pp = choose_layout(home, source, asked, dtype, devices=devices, device=device, say=say)
         asked = replace(asked, serve=replace(asked.serve, pp=pp))
     tp = tp or 1

@@ -109,7 +109,7 @@ def test_a_prefill_and_a_decode_server_on_two_hosts(
 
 
 def test_a_server_on_two_hosts(hosts: tuple[str, str], tmp_path: Path) -> None:
-    """`armillary serve --nodes 2` on each; the client is on the first."""
+    """serve.nodes, with the same command on each; the client is on the first."""
     folder = make_folder(tmp_path)
     flags = (
         "serve",
@@ -123,8 +123,11 @@ def test_a_server_on_two_hosts(hosts: tuple[str, str], tmp_path: Path) -> None:
         "--set",
         "serve.kv_bytes=20MB",
     )
-    flags = (*flags, "--tp", 2, "--nodes", 2, "--rendezvous", f"{ADDRESSES[0]}:29730", "--node-rank")
-    nodes = [run_on(host, {"ARMILLARY_HOME": tmp_path / host}, "armillary", *flags, n) for n, host in enumerate(hosts)]
+    flags = (*flags, "--tp", 2, "--set", f"serve.nodes=2@{ADDRESSES[0]}:29730")
+    nodes = [
+        run_on(host, {"ARMILLARY_HOME": tmp_path / host}, "armillary", *flags, "--set", f"serve.node_rank={rank}")
+        for rank, host in enumerate(hosts)
+    ]
     try:
         out = nodes[0].stdout
         assert out is not None

@@ -1,4 +1,4 @@
-"""`armillary serve --nodes`: one engine whose ranks are on several nodes."""
+"""serve.nodes: one engine whose ranks are on several nodes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ _RANKS = (*NODE_RANKS, "GROUP_RANK")
 """as Slurm, Kubernetes and torchrun number nodes"""
 
 
-def node_place(nodes: int, node_rank: int | None, rendezvous: str | None) -> NodePlace:
-    """This node's place, from the options and what a launcher has set; BadInput where they do not make one."""
-    if nodes == 1:
-        if rendezvous or node_rank:
-            raise BadInput("--rendezvous and --node-rank are for --nodes of two or more")
+def node_place(serve: Serve) -> NodePlace:
+    """This node's place, by serve.nodes and what a launcher has set; BadInput where they do not make one."""
+    if not serve.nodes:
         return NodePlace()
-    host, _, port = (rendezvous or "").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
-        raise BadInput(f"--nodes {nodes} needs --rendezvous HOST:PORT, an address of the first node that all reach")
+    count, _, address = serve.nodes.partition("@")
+    host, _, port = address.rpartition(":")
+    if not (count.isdecimal() and int(count) > 1 and host and port.isdecimal() and 0 < int(port) < 65_536):
+        raise BadInput(f"serve.nodes={serve.nodes} is not N@HOST:PORT with two nodes or more; try 2@first-host:29500")
     given = os.environ.get(next((name for name in _RANKS if name in os.environ), ""), "")
-    rank = node_rank if node_rank is not None else int(given) if given.isdecimal() else None
-    if rank is None or rank >= nodes:
+    rank = serve.node_rank if serve.node_rank is not None else int(given) if given.isdecimal() else None
+    if rank is None or not 0 <= rank < int(count):
         told = "unknown" if rank is None else str(rank)
-        raise BadInput(f"the rank of this node among {nodes} is {told}; give --node-rank, from 0 on")
-    return NodePlace(count=nodes, rank=rank, host=host.strip("[]"), port=int(port))
+        raise BadInput(f"the rank of this node among {count} is {told}; set serve.node_rank, from 0 on")
+    return NodePlace(count=int(count), rank=rank, host=host.strip("[]"), port=int(port))
 
 
 def refuse_on_nodes(serve: Serve, place: NodePlace, ranks: int, *, follows: bool) -> None:
@@ -39,9 +38,9 @@ def refuse_on_nodes(serve: Serve, place: NodePlace, ranks: int, *, follows: bool
     if ranks % place.count:
         raise BadInput(f"{ranks} ranks (--tp × serve.pp) are not a multiple of {place.count} nodes; try other numbers")
     if serve.emulate:
-        raise BadInput("serve.emulate needs one process; leave --nodes out")
+        raise BadInput("serve.emulate needs one process; leave serve.nodes out")
     if serve.role != "combined":
-        raise BadInput(f"serve.role={serve.role} is for ranks on one node; leave --nodes out")
+        raise BadInput(f"serve.role={serve.role} is for ranks on one node; leave serve.nodes out")
     if follows:
         raise BadInput("an alias is followed on one node; name a version, or set serve.registry_poll_s=0")
 

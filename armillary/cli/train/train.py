@@ -39,7 +39,12 @@ if TYPE_CHECKING:
 @click.option("--nodes", metavar="MIN:MAX[@HOST:PORT]", help="Let so many nodes of --devices each come and go.")
 @click.option("--run", "name", metavar="NAME", help="Resume this run, or begin one of this name.")
 @click.option("--new", is_flag=True, help="Begin a new run, even where unfinished ones exist.")
-@click.option("--take-over", is_flag=True, help="Resume a run that another process is running, and stop that process.")
+@click.option(
+    "--take-over",
+    is_flag=True,
+    hidden=True,
+    help="Resume a run that another process is running, and stop that process.",
+)
 @click.option("--device", help="cpu, cuda, cuda:1 …  [default: the best there is]")
 @click.option(
     "--draft-for", metavar="MODEL", help="Train a draft head for MODEL, a run or a folder, and keep it there."

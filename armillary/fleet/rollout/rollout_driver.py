@@ -18,7 +18,7 @@ from armillary.fleet.autoscale.controller import Controller, Routed
 from armillary.fleet.gateway.model_routers import Models
 from armillary.fleet.gateway.routing import Router
 from armillary.fleet.rollout.canary_verdict import Counts, verdict_on
-from armillary.fleet.rollout.rollout_record import Rollout, State, read_rollout, write_rollout
+from armillary.fleet.rollout.rollout_record import Rollout, State, read_rollout, replace_rollout
 from armillary.stats import LogMoments
 
 _JUDGED_EVERY_S = 1.0
@@ -106,9 +106,12 @@ class RolloutDriver:
             "green": f"as many replicas of {rollout.release} are started as serve now, and then get all requests",
         }
         self._say(f"{controller.model}: {how[rollout.state]}")
-        rollout = replace(rollout, previous=controller.release)
-        await asyncio.to_thread(write_rollout, self._folder, rollout)
-        return rollout
+        begun = replace(rollout, previous=controller.release)
+        return begun if await self._replace(rollout, begun) else rollout
+
+    async def _replace(self, before: Rollout, after: Rollout) -> bool:
+        """False where the rollout was ended meanwhile, which the next look sees."""
+        return await asyncio.to_thread(replace_rollout, self._folder, before, after)
 
     def _switch_over(self, rollout: Rollout) -> None:
         """Blue/green: as many new replicas as old ones, and all requests to them once all are ready."""
@@ -127,27 +130,32 @@ class RolloutDriver:
     async def _promote(self, rollout: Rollout, reason: str) -> None:
         """The new replicas become the first of the service."""
         controller = self._controller
+        if not await self._replace(
+            rollout, replace(rollout, previous=controller.release, state="rolling", reason=reason)
+        ):
+            return
         for routed in self._routed(member.name for member in controller.canaries()):
             routed.replica.canary = False
-        rolling = replace(rollout, previous=controller.release, state="rolling", reason=reason)
         controller.release, controller.canary_release, self._judged = rollout.release, None, None
-        await asyncio.to_thread(write_rollout, self._folder, rolling)
         self._say(f"{controller.model}: {rollout.release} is promoted: {reason}")
 
     async def _end(self, rollout: Rollout, state: State, reason: str) -> None:
         if state != "done":
             self._leave()
-        await asyncio.to_thread(write_rollout, self._folder, replace(rollout, state=state, reason=reason))
-        self._say(f"{self._controller.model}: the rollout of {rollout.release} is {state}: {reason or 'all replaced'}")
+        if await self._replace(rollout, replace(rollout, state=state, reason=reason)):
+            self._say(
+                f"{self._controller.model}: the rollout of {rollout.release} is {state}: {reason or 'all replaced'}"
+            )
 
     # --- instead of the old release
 
     async def _rolling(self, rollout: Rollout) -> None:
         controller = self._controller
         if controller.release != rollout.release:
-            rollout = replace(rollout, previous=controller.release)
-            await asyncio.to_thread(write_rollout, self._folder, rollout)
-            controller.release = rollout.release
+            begun = replace(rollout, previous=controller.release)
+            if not await self._replace(rollout, begun):
+                return
+            rollout, controller.release = begun, begun.release
         staying = controller.regular()
         if len(staying) >= controller.target and all(
             member.release == rollout.release and member.name in controller.routed for member in staying

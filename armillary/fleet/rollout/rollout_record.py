@@ -7,8 +7,11 @@ The file stays while the rollout goes on and is replaced by its result, so that 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -80,21 +83,41 @@ def write_rollout(folder: Path, rollout: Rollout) -> None:
     write_json(folder / NAME, to_plain(rollout))
 
 
+def replace_rollout(folder: Path, before: Rollout, after: Rollout) -> bool:
+    """Write `after` where `before` still stands; False where somebody has asked for something else since."""
+    with _alone(folder):
+        if read_rollout(folder) != before:
+            return False
+        write_rollout(folder, after)
+        return True
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """The service and whoever asks it for something write one after the other."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".{NAME}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def begin_rollout(folder: Path, rollout: Rollout) -> None:
     """Ask for a rollout; BadInput while another goes on."""
-    current = read_rollout(folder)
-    if current is not None and current.goes_on:
-        raise BadInput(f"the rollout of {current.release} goes on; wait for it, or end it with --roll-back")
-    write_rollout(folder, replace(rollout, state=FIRST[rollout.strategy]))
+    with _alone(folder):
+        current = read_rollout(folder)
+        if current is not None and current.goes_on:
+            raise BadInput(f"the rollout of {current.release} goes on; wait for it, or end it with --roll-back")
+        write_rollout(folder, replace(rollout, state=FIRST[rollout.strategy]))
 
 
 def roll_back(folder: Path) -> None:
     """End a rollout whose release is judged, or begin a rolling update to what was served before one that was carried
     out; BadInput where there is nothing to go back to."""
-    current = read_rollout(folder)
-    if current is None or current.state in ("rolled back", "shadowed"):
-        raise BadInput("no rollout goes on or was carried out, so there is nothing to roll back")
-    if current.is_judged:
-        return write_rollout(folder, replace(current, state="rolled back", reason="asked for"))
-    back = Rollout(release=current.previous, strategy="rolling", previous=current.release, reason="asked for")
-    return write_rollout(folder, replace(back, state="rolling"))
+    with _alone(folder):
+        current = read_rollout(folder)
+        if current is None or current.state in ("rolled back", "shadowed"):
+            raise BadInput("no rollout goes on or was carried out, so there is nothing to roll back")
+        if current.is_judged:
+            return write_rollout(folder, replace(current, state="rolled back", reason="asked for"))
+        back = Rollout(release=current.previous, strategy="rolling", previous=current.release, reason="asked for")
+        return write_rollout(folder, replace(back, state="rolling"))

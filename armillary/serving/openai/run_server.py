@@ -53,6 +53,8 @@ _PRIVATE = (
     "tls_key",
     "cors_origins",
     "prefill",
+    "nodes",
+    "node_rank",
 )
 _GRACE_S = 10
 """seconds after drain_s until uvicorn cuts connections itself"""

@@ -88,7 +88,7 @@ class OtherNodes:
         while missing := [rank for rank in range(1, self._node.count) if rank not in self._writers]:
             text = f"waiting for node {', '.join(map(str, missing))} of {self._node.count}"
             if text != said:
-                self._say(f"{text}: armillary serve … --rendezvous {self._node.host}:{self._node.port} --node-rank …")
+                self._say(f"{text} at {self._node.host}:{self._node.port}: start the same command there")
                 said = text
             self._changed.clear()
             await self._changed.wait()

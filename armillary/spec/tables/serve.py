@@ -67,6 +67,11 @@ class Serve:
     """largest rank of a LoRA adapter: memory is kept for max_adapters of this rank on the projections of adapter_on"""
     adapter_on: tuple[str, ...] = tuple(GROUPS)
     """projections that LoRA adapters may be on: qkv, out, gate_up, down; those left out cost neither memory nor time"""
+    nodes: str = ""
+    """server: N@HOST:PORT shares the ranks of one engine among N nodes, which meet at an address of the first; start
+    the same command on each; what passes is neither encrypted nor authenticated, so a private network is needed"""
+    node_rank: int | None = None
+    """server: which of serve.nodes this is; none: as Slurm, Kubernetes or torchrun say"""
     role: Literal["combined", "prefill", "decode"] = "combined"
     """server: part in disaggregated serving; prefill: compute prompts for decode servers, which connect to
     serve.prefill; decode: let the server there compute long prompts, and receive their KV blocks"""

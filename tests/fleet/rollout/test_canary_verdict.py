@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from armillary.errors import BadInput
 from armillary.fleet.rollout.canary_verdict import Counts, Verdict, verdict_on
-from armillary.fleet.rollout.rollout_record import Rollout, begin_rollout, read_rollout, roll_back, write_rollout
+from armillary.fleet.rollout.rollout_record import (
+    Rollout,
+    begin_rollout,
+    read_rollout,
+    replace_rollout,
+    roll_back,
+    write_rollout,
+)
 from armillary.stats import LogMoments
 
 
@@ -95,3 +103,14 @@ def test_rolled_back_by_hand(tmp_path: Path) -> None:
 def test_settings_without_a_meaning_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(BadInput, match="a rollout"):
         Rollout(release="r", **wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_asked_for_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    """A service notes how far it is just when somebody rolls back."""
+    begin_rollout(tmp_path, Rollout(release="registry:bot:2"))
+    seen = read_rollout(tmp_path)
+    assert seen is not None and replace_rollout(tmp_path, seen, noted := replace(seen, previous="registry:bot:1"))
+    roll_back(tmp_path)
+    assert not replace_rollout(tmp_path, noted, replace(noted, state="rolling"))
+    ended = read_rollout(tmp_path)
+    assert ended is not None and ended.state == "rolled back" and ended.previous == "registry:bot:1"

@@ -136,7 +136,7 @@ async def test_a_service_that_is_started_again_continues_its_canary(folder: Path
         await until(lambda: len(successor.controller.routed) == 2, 60.0)
         assert successor.controller.target == 1 and len(successor.controller.canaries()) == 1
         roll_back(folder)
-        await until(lambda: not successor.controller.canaries() and len(successor.controller.routed) == 1, 20.0)
+        await until(lambda: not successor.controller.canaries() and len(successor.controller.routed) == 1, 60.0)
     await asyncio.to_thread(service.pool.stop_all, 2.0)  # they are children of this process
 
 

@@ -288,7 +288,7 @@ def test_the_verb_in_words(cli: Callable[..., Any]) -> None:
     ("flags", "words"),
     [
         (("--search", "--clients", "3"), "--search varies the rate"),
-        (("--rate", "0"), "traffic.requests_per_s=0.0 must be above 0"),
+        (("--rate", "0"), "0.0 is not in the range x>0"),
         (("--clients", "3", "--set", "load.trace=x.csv"), "leave one out"),
         (("--set", "cost.usd_per_device_hour=-1"), "must be at least 0"),
         (("--price", "2"), "--price is no more; try --set cost.usd_per_device_hour="),

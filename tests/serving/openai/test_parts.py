@@ -230,8 +230,12 @@ def test_what_goes_to_an_engine_that_does_not_read_waits_in_its_order(tmp_path: 
             return ours
 
     async def use() -> list[Any]:
-        ranks, wanted = Deaf(1), Submit(number=0, prompt=bytes(20_000), params=SamplingParams(), timeout_s=None)
-        await ranks.start(EngineConfig(model="m", serve=Serve(), home=Home.at(tmp_path)))
+        config = EngineConfig(model="m", serve=Serve(), home=Home.at(tmp_path))
+        ranks, wanted = (
+            Deaf(1, config, print),
+            Submit(number=0, prompt=bytes(20_000), params=SamplingParams(), timeout_s=None),
+        )
+        await ranks.start(config)
         for number in range(200):  # more than the kernel takes
             ranks.send(replace(wanted, number=number))
         found = await asyncio.wait_for(asyncio.to_thread(lambda: list(islice(messages(theirs), 201))), 20)

@@ -16,6 +16,7 @@ import pytest
 
 from armillary.cli.serving.serve_nodes import node_place
 from armillary.errors import BadInput
+from armillary.spec.tables.serve import Serve
 from tests.engine.disaggregation.test_disaggregation import free_address
 from tests.serving.tiny import Server, run_server
 
@@ -28,7 +29,18 @@ LONG = BODY | {"max_tokens": 1500}
 def second_node(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """The command of a node without a server; what it says goes to node.out."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "armillary", "serve", str(folder), "--device", "cpu", *flags, "--node-rank", "1"]
+    line = [
+        sys.executable,
+        "-m",
+        "armillary",
+        "serve",
+        str(folder),
+        "--device",
+        "cpu",
+        *flags,
+        "--set",
+        "serve.node_rank=1",
+    ]
     with (folder.parent / "node.out").open("ab") as out:
         process = subprocess.Popen(line, env=environment, stdout=out, stderr=out, cwd=folder.parent)
     try:
@@ -57,10 +69,10 @@ def lose_a_rank(server: Server, pid: Callable[[], int], *, restarts: int) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [("--tp", "2"), ("--tp", "2", "--set", "serve.pp=2")], ids=["tp 2", "tp 2 × pp 2"])
 def test_two_nodes_give_the_text_of_one_and_either_may_lose_ranks(folder: Path, layout: tuple[str, ...]) -> None:
-    flags = (*SETTINGS, *layout, "--nodes", "2", "--rendezvous", free_address(1))
+    flags = (*SETTINGS, *layout, "--set", f"serve.nodes=2@{free_address(1)}")
     with run_server(folder, *SETTINGS) as one:
         expected = one.post("/v1/completions", BODY)[1]["choices"][0]["text"]
-    with second_node(folder, *flags) as node, run_server(folder, *flags, "--node-rank", "0") as server:
+    with second_node(folder, *flags) as node, run_server(folder, *flags, "--set", "serve.node_rank=0") as server:
         half = 1 if layout == ("--tp", "2") else 2
         assert len(server.engine_pids()) == len(children(node)) == half
 
@@ -83,27 +95,27 @@ def test_two_nodes_give_the_text_of_one_and_either_may_lose_ranks(folder: Path, 
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("nodes", "rank", "says"),
     [
-        ((2, 0, None), "needs --rendezvous HOST:PORT"),
-        ((2, 0, "first:port"), "needs --rendezvous HOST:PORT"),
-        ((2, None, "first:29500"), "among 2 is unknown; give --node-rank"),
-        ((2, 2, "first:29500"), "among 2 is 2; give --node-rank"),
-        ((1, 1, None), "are for --nodes of two or more"),
+        ("2", 0, "not N@HOST:PORT"),
+        ("2@first:port", 0, "not N@HOST:PORT"),
+        ("1@first:29500", 0, "not N@HOST:PORT"),
+        ("2@first:29500", None, "among 2 is unknown; set serve.node_rank"),
+        ("2@first:29500", 2, "among 2 is 2; set serve.node_rank"),
     ],
 )
 def test_one_line_says_what_is_missing(
-    options: tuple[int, int | None, str | None], says: str, monkeypatch: pytest.MonkeyPatch
+    nodes: str, rank: int | None, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(BadInput, match=says):
-        node_place(*options)
+        node_place(Serve(nodes=nodes, node_rank=rank))
 
 
 def test_launchers_number_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_NODEID", "3")
-    place = node_place(4, None, "[fd00::1]:29500")
+    place = node_place(Serve(nodes="4@[fd00::1]:29500"))
     assert (place.count, place.rank, place.host, place.port) == (4, 3, "fd00::1", 29500)
 
 
@@ -118,8 +130,7 @@ def test_launchers_number_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_one_line_says_what_cannot_be(folder: Path, flags: tuple[str, ...], says: str) -> None:
-    line = [sys.executable, "-m", "armillary", "serve", str(folder), "--device", "cpu", "--nodes", "2", *flags]
-    ran = subprocess.run(
-        [*line, "--node-rank", "1", "--rendezvous", "127.0.0.1:29500"], capture_output=True, text=True, timeout=60
-    )
+    nodes = ("--set", "serve.nodes=2@127.0.0.1:29500", "--set", "serve.node_rank=1")
+    line = [sys.executable, "-m", "armillary", "serve", str(folder), "--device", "cpu", *nodes, *flags]
+    ran = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 2 and says in ran.stderr
