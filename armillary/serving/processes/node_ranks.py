@@ -126,7 +126,7 @@ def serve_node(config: EngineConfig, ranks: int, say: Say) -> None:
     try:
         while True:
             say(f"node {node.rank} of {node.count}: connecting to {node.host}:{node.port}")
-            with _connected_to(node) as sock:
+            with _connected_to(node, say) as sock:
                 sock.sendall(_line({"node": node.rank}))
                 say(f"node {node.rank} of {node.count}: ranks start when the first node says so")
                 _obey(sock, started, say)
@@ -199,15 +199,22 @@ def _obey(sock: socket.socket, ranks: _LocalRanks, say: Say) -> None:
     ranks.end()
 
 
-def _connected_to(node: NodePlace) -> socket.socket:
-    """A connection to the first node, as soon as it listens."""
+def _connected_to(node: NodePlace, say: Say) -> socket.socket:
+    """A connection to the first node, as soon as it listens; why there is none yet is said once."""
+    said = ""
     while True:
-        with suppress(OSError):
+        try:
             sock = socket.create_connection((node.host, node.port), timeout=_HELLO_S)
-            sock.settimeout(None)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            return sock
-        time.sleep(_CONNECT_EVERY_S)
+        except OSError as error:
+            why = error.strerror or str(error)
+            if why != said:
+                say(f"not connected yet ({why}); trying again until the first node listens")
+                said = why
+            time.sleep(_CONNECT_EVERY_S)
+            continue
+        sock.settimeout(None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return sock
 
 
 def _line(message: dict[str, Any]) -> bytes:

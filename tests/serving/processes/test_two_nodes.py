@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,8 @@ import pytest
 
 from armillary.cli.serving.serve_nodes import node_place
 from armillary.errors import BadInput
+from armillary.serving.processes import node_ranks
+from armillary.serving.processes.engine_ipc import NodePlace
 from armillary.spec.tables.serve import Serve
 from tests.engine.disaggregation.test_disaggregation import free_address
 from tests.serving.tiny import Server, run_server
@@ -111,6 +115,29 @@ def test_one_line_says_what_is_missing(
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(BadInput, match=says):
         node_place(Serve(nodes=nodes, node_rank=rank))
+
+
+def test_a_node_says_once_why_it_is_not_connected_and_goes_on_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_ranks, "_CONNECT_EVERY_S", 0.01)
+    host, _, port = free_address(1).rpartition(":")
+    said: list[str] = []
+    refused = threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        refused.set()
+
+    def listen() -> None:
+        refused.wait(10)
+        time.sleep(0.1)  # some more tries, which say nothing
+        with socket.create_server((host, int(port))) as server:
+            server.accept()[0].close()
+
+    first = threading.Thread(target=listen)
+    first.start()
+    node_ranks._connected_to(NodePlace(count=2, rank=1, host=host, port=int(port)), say).close()
+    first.join(10)
+    assert len(said) == 1 and "not connected yet (Connection refused)" in said[0]
 
 
 def test_launchers_number_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
