@@ -10,7 +10,8 @@ rest on the catalogue and on the ceilings recorded in it: nothing of this GPU is
 by its median step, a server at a rate by its median time between tokens, and one that gets everything at once by its
 tokens per second. Measurements go into the drawing's .measured.json (--to FILE), which names the commit of the
 predictions. The file is written after every configuration, none begins after --seconds (default 420), and a second call
-measures what is missing: a machine that is lent for ten minutes loses nothing.
+measures what is missing: a machine that is lent for ten minutes loses nothing. What a configuration writes to disk is
+deleted when its process has ended, however it ended.
 """
 
 from __future__ import annotations
@@ -69,9 +70,10 @@ BARS = {"train": 0.08, "serve": 0.15}
 
 def draw(seed: int) -> dict[str, Any]:
     """All sixteen with what is predicted of them."""
-    dice, home = Random(seed), Home.at(tempfile.mkdtemp(prefix="armillary-h200-"))
-    trained = [drawn_training(kind, dice, home) for kind in KINDS for _ in range(2)]
-    served = [drawn_server(model, dice, home, at_rate=i % 2 == 0) for i, model in enumerate(dice.sample(SERVED, 8))]
+    with tempfile.TemporaryDirectory(prefix="armillary-h200-") as folder:
+        dice, home = Random(seed), Home.at(folder)
+        trained = [drawn_training(kind, dice, home) for kind in KINDS for _ in range(2)]
+        served = [drawn_server(model, dice, home, at_rate=i % 2 == 0) for i, model in enumerate(dice.sample(SERVED, 8))]
     return {"seed": seed, "date": time.strftime("%Y-%m-%d", time.gmtime()), "train": trained, "serve": served}
 
 
@@ -174,35 +176,59 @@ def measure(asked: argparse.Namespace, drawn: Mapping[str, Any], known: dict[str
         if known.get(which, [{}] * len(drawn[which]))[index] or time.monotonic() - begin > asked.seconds:
             continue
         at, command = time.monotonic(), [sys.executable, "-m", "benchmarks.h200_tables", which, "--only", str(index)]
-        subprocess.run([*command, "--drawn", str(asked.drawn), "--to", str(asked.to)], check=True)
-        known = json.loads(asked.to.read_text())
+        with tempfile.TemporaryDirectory(prefix="armillary-h200-") as home:
+            files = ["--drawn", str(asked.drawn), "--to", str(asked.to), "--home", home]
+            status = subprocess.run([*command, *files], check=False).returncode
+        known = json.loads(asked.to.read_text()) if asked.to.is_file() else known
+        if status:
+            note(which, drawn, known, asked.to, index, {"failed": f"ended with status {status}"})
         name, took = row["tables"]["model"]["name"], time.monotonic() - at
         print(row["kind"], name, row["predicted"], known[which][index], f"{took:.0f} s", flush=True)
     left, count = sum(not each for each in known.get(which, [{}] * len(drawn[which]))), len(drawn[which])
     print(f"{left} of {count} are left for another call" if left else f"all {count} are measured")
 
 
-def measure_one(which: str, drawn: Mapping[str, Any], known: dict[str, Any], target: Path, index: int) -> None:
+def measure_one(
+    which: str, drawn: Mapping[str, Any], known: dict[str, Any], target: Path, index: int, home: Home
+) -> None:
     """One configuration, here; one that fails says so."""
     one: Callable[[Mapping[str, Any], Home], dict[str, float]] = {"train": trained, "serve": served}[which]
-    found: list[dict[str, Any]] = known.setdefault(which, [{} for _ in drawn[which]])
+    found: dict[str, Any]
     try:
-        found[index] = one(drawn[which][index], Home.at(tempfile.mkdtemp(prefix="armillary-h200-")))
+        found = one(drawn[which][index], home)
     except Exception as error:  # the other configurations are still worth their minutes
-        found[index] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+        found = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+    note(which, drawn, known, target, index, found)
+
+
+def note(
+    which: str,
+    drawn: Mapping[str, Any],
+    known: dict[str, Any],
+    target: Path,
+    index: int,
+    found: Mapping[str, Any],
+) -> None:
+    """Write a configuration's result beside those that are known."""
+    known.setdefault(which, [{} for _ in drawn[which]])[index] = dict(found)
     target.write_text(json.dumps(known, indent=1) + "\n")
 
 
 def trained(row: Mapping[str, Any], home: Home, device: str | None = None) -> dict[str, float]:
     from armillary.model.transformer import Transformer
     from armillary.store.gauges import columns
+    from armillary.training.checkpoint.saver import Saver
     from armillary.training.run_lifecycle import RunLifecycle
     from tests.planted.train_small import one_text, train_recipe
 
     tables = dict(row["tables"]) | {"data": {"source": str(one_text(home)), "held_out": 0.0}}
     tables["hardware"] = {"on": "here"}
-    quick = mock.patch.object(Transformer, "initialize", drawn_on_device)
-    with quick, mock.patch.object(RunLifecycle, "end", without_files):
+    with (
+        mock.patch.object(Transformer, "initialize", drawn_on_device),
+        mock.patch.object(Saver, "prepare", lambda *_: None),
+        mock.patch.object(RunLifecycle, "save", lambda *_, **__: {}),
+        mock.patch.object(RunLifecycle, "end", without_files),
+    ):
         run = train_recipe(recipe_from_dict(tables), home, device=device)
     steps, peaks = columns(run.gauges, ["step_s", "memory_peak_bytes"]).values()
     return {"step_s": median(steps[WARM_UP:]), "allocated_bytes": max(peaks, default=0.0)}
@@ -218,7 +244,8 @@ def drawn_on_device(model: Any, **_seed: Any) -> None:
 
 
 def without_files(lifecycle: Any, first: int, step: int, *, finished: bool) -> Any:
-    """The end of a run without its last checkpoint and export: tens of gigabytes that nothing here reads."""
+    """The end of a run without its export. With save_every 0 a run still saves its last step, and its end would save it
+    where that had not been done: tens of gigabytes that nothing here reads."""
     return lifecycle.ended(first, step, finished=False)
 
 
@@ -286,6 +313,7 @@ def main() -> int:
     parser.add_argument("--drawn", type=Path, default=DRAWN, help="the drawing, with its predictions")
     parser.add_argument("--to", type=Path, help="where measurements are written; default: DRAWN.measured.json")
     parser.add_argument("--only", type=int, metavar="N", help="measure configuration N in this process")
+    parser.add_argument("--home", type=Path, help="where --only writes its files; default: a folder that is deleted")
     parser.add_argument("--seconds", type=float, default=420, help="no configuration begins after so many")
     asked = parser.parse_args()
     if asked.what == "draw":
@@ -300,7 +328,9 @@ def main() -> int:
         return table(drawn, known)
     known["predictions"] = commit_of(asked.drawn)
     if asked.only is not None:
-        measure_one(asked.what, drawn, known, asked.to, asked.only)
+        with tempfile.TemporaryDirectory(prefix="armillary-h200-") as scratch:
+            home = Home.at(asked.home or scratch)
+            measure_one(asked.what, drawn, known, asked.to, asked.only, home)
     else:
         measure(asked, drawn, known)
     return 0
