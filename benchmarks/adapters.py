@@ -12,6 +12,7 @@ as JSON, with seconds spent.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -128,6 +129,9 @@ def main() -> None:
         rows.append(row | measured(engine, names, given))
         say(json.dumps(rows[-1]))
         del engine
+        gc.collect()  # an engine is a cycle; its cache is the memory of the next
+        if given.device == "cuda":
+            torch.cuda.empty_cache()
     print(json.dumps({"model": given.model, "device": given.device, "seconds": spent(), "cases": rows}), flush=True)
 
 

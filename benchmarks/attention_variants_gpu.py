@@ -47,7 +47,7 @@ OTHER_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
             "sinks, window 128",
             {"PACKED_NARROW": AttentionTiles(m, n, warps, stages, 0, pack=8)},
         )
-        for m, n, warps, stages in ((128, 32, 4, 4), (128, 32, 8, 3), (64, 32, 4, 4), (128, 64, 8, 3))
+        for m, n, warps, stages in ((128, 32, 8, 4), (128, 32, 8, 3), (64, 32, 4, 4), (128, 64, 8, 3))
     },
 }
 """case -> what it is a variant of, and what of `tiles` is other than usual"""

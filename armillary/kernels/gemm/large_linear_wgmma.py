@@ -36,7 +36,7 @@ class LinearTiles:
 TILES: dict[str, LinearTiles] = {
     "128 rows": LinearTiles(),
     "128 rows, groups of 16": LinearTiles(group=16),
-    "192 rows": LinearTiles(rows=192, consumers=3, stages=3),
+    "192 rows": LinearTiles(rows=192, consumers=3, stages=3, group=16),
 }
 """what is tried for a shape. 192 rows read a fifth less per multiplication, which counts where rows of the operands are
 not aligned to 128 bytes, so that each takes two requests to L2"""

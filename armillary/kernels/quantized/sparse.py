@@ -62,6 +62,13 @@ class SparseLinear:
         if size not in self.kernels:
             if torch.cuda.is_current_stream_capturing():
                 return 0
-            fastest = torch._cslt_sparse_mm_search(self.weight, x.t(), bias=self.bias, transpose_result=True)
-            self.kernels[size] = int(fastest)
+            self.kernels[size] = _search(self.weight, x.t(), self.bias)
         return self.kernels[size]
+
+
+def _search(weight: Tensor, x_KM: Tensor, bias: Tensor | None) -> int:
+    """The fastest of the library's kernels; its function moved in torch 2.11, where the old one warns."""
+    library = getattr(torch._C, "_cusparselt", None)
+    if hasattr(library, "mm_search"):
+        return int(library.mm_search(weight, x_KM, bias, None, None, True)[0])
+    return int(torch._cslt_sparse_mm_search(weight, x_KM, bias=bias, transpose_result=True))
