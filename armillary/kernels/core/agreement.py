@@ -105,7 +105,7 @@ def relative_error(result: Tensor | None, wide: Tensor | None) -> float:
         return 0.0
     if not wide.is_floating_point():
         return 0.0 if torch.equal(result.to(wide.dtype), wide) else float("inf")
-    result = result.to(wide.dtype)
+    result, wide = result.detach().to(wide.dtype), wide.detach()
     finite = torch.isfinite(wide)
     if not bool(finite.all()):
         same = torch.where(torch.isnan(wide), torch.isnan(result), result == wide) | finite
