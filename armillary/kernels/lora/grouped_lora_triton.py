@@ -20,12 +20,14 @@ from armillary.machine.accelerator import accelerator_of
 
 
 class LoraTile(NamedTuple):
-    """Tile sizes of both kernels; not yet timed on a GPU."""
+    """Tile sizes of both kernels. On an H200 the small projections hold what docs/adapters.md says; `chunks` and the
+    splits of long inputs came after that and were not timed."""
 
     rows: int = 16
     step: int = 128  # most inputs per step of the first
-    columns: int = 128  # outputs per program of the second
+    columns: int = 128  # outputs at a time of the second
     splits: int = 4  # programs that share the inputs of the first
+    chunks: int = 1  # of columns that a program of the second visits, one after the other
 
 
 _STAGES = 3
@@ -33,6 +35,15 @@ _SHARED_BYTES = 98_304
 """of x and A in shared memory, all stages: what the smallest chips have"""
 _MANY = 1024  # rows from which tiles are taller: prefill
 _TALL = LoraTile(rows=64, splits=1)
+_LONG = 8192  # inputs or outputs from which programs of a decode would have too much or too little to do
+
+
+def tile_of(tokens: int, inputs: int, outputs: int) -> LoraTile:
+    """For so many rows of a projection. A decode's programs wait for loads that depend on each other, so long inputs
+    are shared out among more of them, and a program that has found its rows goes on over several tiles of outputs."""
+    if tokens >= _MANY:
+        return _TALL
+    return LoraTile(splits=4 if inputs < _LONG else 16, chunks=1 if outputs < _LONG else 4)
 
 
 def add_lora(
@@ -48,7 +59,7 @@ def add_lora(
     (T, K), N, (S, R, _), rank = x_TK.shape, y_TN.shape[1], a_SRK.shape, b_SNr.shape[2]
     if not T or not S:
         return y_TN
-    tile = tile or (_TALL if T >= _MANY else LoraTile())
+    tile = tile or tile_of(T, K, N)
     assert y_TN.is_contiguous() and x_TK.stride(1) == 1
     inner = torch.empty(tile.splits, T, R, dtype=torch.float32, device=x_TK.device)
     down = ceil_div(T, tile.rows) + S  # every adapter but the first may begin one more tile
@@ -62,10 +73,10 @@ def add_lora(
             x_TK, a_SRK, inner, rows.order_T, rows.ends_S, T, K, R, x_TK.stride(0),
             WIDTH=width, STEP=step, SPLITS=tile.splits, num_stages=_STAGES, **common,
         )  # fmt: skip
-        expand_kernel[(down, ceil_div(N, tile.columns))](
+        expand_kernel[(down, ceil_div(N, tile.columns * tile.chunks))](
             y_TN, inner, b_SNr, part_N, rows.order_T, rows.ends_S, T, N, R, rank,
-            PARTS=R // rank, RANK=max(16, power_of_two(rank)), COLUMNS=tile.columns, SPLITS=tile.splits,
-            num_stages=2, **common,
+            PARTS=R // rank, RANK=max(16, power_of_two(rank)), COLUMNS=tile.columns, CHUNKS=tile.chunks,
+            SPLITS=tile.splits, num_stages=2, **common,
         )  # fmt: skip
     return y_TN
 
@@ -143,32 +154,32 @@ def expand_kernel(
     PARTS: tl.constexpr,
     RANK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     SPLITS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Adds B times the inner sums to one tile of y."""
+    """Adds B times the inner sums to CHUNKS tiles of y."""
     slot, first, end = _own_rows(ends_ptr, tl.program_id(0), S, SLOTS, ROWS)
     if slot < S:
         place = first + tl.arange(0, ROWS)
         row = tl.load(order_ptr + place, mask=place < end, other=0)
-        n, r = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK)
-        b = tl.load(
-            b_ptr + slot.to(tl.int64) * N * rank + n[None, :] * rank + r[:, None],
-            mask=(n[None, :] < N) & (r[:, None] < rank),
-            other=0.0,
-        )
-        part = tl.load(part_ptr + n, mask=n < N, other=-1)
-        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for p in tl.static_range(PARTS):
-            own = part == p
-            if tl.max(own.to(tl.int32), 0) > 0:  # most tiles of QKV are of one part
-                inner = tl.zeros((ROWS, RANK), tl.float32)
-                for split in tl.static_range(SPLITS):
-                    at = (tl.full([], split, tl.int64) * T + row[:, None]) * R + p * rank + r[None, :]
-                    inner += tl.load(inner_ptr + at, mask=(place[:, None] < end) & (r[None, :] < rank), other=0.0)
-                added = tl.dot(inner.to(b.dtype), b, input_precision=EXACT)
-                acc += tl.where(own[None, :], added, 0.0)
-        at = row[:, None] * N + n[None, :]
-        mask = (place[:, None] < end) & (n[None, :] < N)
-        y = tl.load(y_ptr + at, mask=mask, other=0.0)
-        tl.store(y_ptr + at, (y.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=mask)
+        r, b_begin = tl.arange(0, RANK), b_ptr + slot.to(tl.int64) * N * rank
+        for chunk in tl.range(CHUNKS):
+            n = (tl.program_id(1) * CHUNKS + chunk) * COLUMNS + tl.arange(0, COLUMNS)
+            b_mask = (n[None, :] < N) & (r[:, None] < rank)
+            b = tl.load(b_begin + n[None, :] * rank + r[:, None], mask=b_mask, other=0.0)
+            part = tl.load(part_ptr + n, mask=n < N, other=-1)
+            acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for p in tl.static_range(PARTS):
+                own = part == p
+                if tl.max(own.to(tl.int32), 0) > 0:  # most tiles of QKV are of one part
+                    inner = tl.zeros((ROWS, RANK), tl.float32)
+                    for split in tl.static_range(SPLITS):
+                        at = (tl.full([], split, tl.int64) * T + row[:, None]) * R + p * rank + r[None, :]
+                        inner += tl.load(inner_ptr + at, mask=(place[:, None] < end) & (r[None, :] < rank), other=0.0)
+                    added = tl.dot(inner.to(b.dtype), b, input_precision=EXACT)
+                    acc += tl.where(own[None, :], added, 0.0)
+            at = row[:, None] * N + n[None, :]
+            mask = (place[:, None] < end) & (n[None, :] < N)
+            y = tl.load(y_ptr + at, mask=mask, other=0.0)
+            tl.store(y_ptr + at, (y.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=mask)

@@ -69,6 +69,6 @@ class SparseLinear:
 def _search(weight: Tensor, x_KM: Tensor, bias: Tensor | None) -> int:
     """The fastest of the library's kernels; its function moved in torch 2.11, where the old one warns."""
     library = getattr(torch._C, "_cusparselt", None)
-    if hasattr(library, "mm_search"):
+    if library is not None and hasattr(library, "mm_search"):
         return int(library.mm_search(weight, x_KM, bias, None, None, True)[0])
     return int(torch._cslt_sparse_mm_search(weight, x_KM, bias=bias, transpose_result=True))

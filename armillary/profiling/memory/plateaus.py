@@ -15,8 +15,11 @@ import numpy as np
 
 Curve = Sequence[tuple[float, float]]
 """(bytes, seconds) by growing bytes"""
-LEAST_RATIO = 1.25
-"""of two plateaus' latencies, below which they are one"""
+LEAST_RATIO, FLAT_RATIO = 1.25, 1.1
+"""of two plateaus' latencies, below which they are one; the second where both are flat, as the far half of a GPU's L2
+and its memory are"""
+FLAT = 1 / 8
+"""points of flat plateaus are this share of the step between them off their level, on average"""
 LEAST_SPAN = 1.6
 """ratio of the last working set of a plateau to its first"""
 SLOPE_POINT, OUTLIER = 0.16, 0.5
@@ -95,10 +98,23 @@ def _merged(curve: Curve, spans: list[tuple[int, int]]) -> list[tuple[int, int]]
     """Neighbours of nearly one level as one, and none that is below the one before."""
     merged: list[tuple[int, int]] = []
     for span in spans:
-        while merged and _level(curve, *span) < _level(curve, *merged[-1]) + log(LEAST_RATIO):
+        while merged and not _distinct(curve, merged[-1], span):
             span = (merged.pop()[0], span[1])
         merged.append(span)
     return merged
+
+
+def _distinct(curve: Curve, lower: tuple[int, int], upper: tuple[int, int]) -> bool:
+    """Whether the second is a level above the first, and not the same one with noise."""
+    step = _level(curve, *upper) - _level(curve, *lower)
+    return step >= log(LEAST_RATIO) or (
+        step >= log(FLAT_RATIO) and all(_unevenness(curve, *span) <= FLAT * step for span in (lower, upper))
+    )
+
+
+def _unevenness(curve: Curve, begin: int, end: int) -> float:
+    level = _level(curve, begin, end)
+    return sum(abs(log(seconds) - level) for _, seconds in curve[begin:end]) / (end - begin)
 
 
 def _exceeded(curve: Curve, begin: int, end: int, level: float, following: float) -> float:

@@ -40,7 +40,8 @@ def test_many_rows_of_one_adapter_and_none_of_others() -> None:
 
     y, x, a, b, part, _ = LORA.inputs(replace(SMALL, rows=40, parts=2), torch.Generator().manual_seed(1))
     rows = lora_rows(torch.tensor([3] * 39 + [-1]), 5)
-    for tile in (LoraTile(), LoraTile(rows=64, step=16, columns=16, splits=1)):
+    tall, long = LoraTile(rows=64, step=16, columns=16, splits=1), LoraTile(step=16, columns=16, splits=16, chunks=4)
+    for tile in (LoraTile(), tall, long):
         found = by_kernels(y.clone(), x, a, b, part, rows, tile)
         torch.testing.assert_close(found, add_lora(y.clone(), x, a, b, part, rows))
 

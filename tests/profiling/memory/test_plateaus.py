@@ -73,3 +73,17 @@ def test_a_curve_that_still_rises_at_its_end_has_one_more_level_where_that_is_as
     assert found[1].seconds == pytest.approx(5e-9) and found[-1].seconds > 12e-9
     assert found[1].bytes == pytest.approx(4096 << 10, rel=1.0)
     assert len(plateaus(flat, rising=True)) == 2
+
+
+def test_the_far_half_of_an_l2_is_a_level_though_memory_is_hardly_slower() -> None:
+    """Loads from L2 on as measured on an H200: the step from its far half to memory is a fifth, between flat levels."""
+    near, slope = [139] * 14, [173, 212]
+    far = [246, 256, 256, 256, 256, 257, 266]
+    memory = [311, 317, 314, 314, 311, 308, 308, 309, 309, 307, 305, 308, 307, 304, 303, 303, 304, 303, 301, 300, 303]
+    latencies = [*near, *slope, *far, *memory]
+    points = [(36.6e6 * 2 ** ((i - 16) / 8), latency * 1e-9) for i, latency in enumerate(latencies)]
+    found = plateaus(points)
+    assert [round(each.seconds * 1e9) for each in found] == [139, 256, 307]
+    assert found[1].bytes == pytest.approx(60e6, rel=0.1)
+    uneven = [(size, seconds * (0.96, 1.0, 1.04)[i % 3]) for i, (size, seconds) in enumerate(points)]
+    assert len(plateaus(uneven)) == 2, "beside noise of a quarter of it the same step is none"
