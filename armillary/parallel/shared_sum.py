@@ -20,6 +20,7 @@ from torch import Tensor
 from armillary.errors import ArmillaryError
 from armillary.kernels.native.library import library
 from armillary.parallel.collectives import Group, all_gather, all_reduce
+from armillary.parallel.device_sum import device_sum
 
 _PART_BYTES = 1 << 18
 """of one call; longer tensors take several"""
@@ -34,11 +35,14 @@ class RankLost(ArmillaryError):
 
 def sum_over(group: Group, device: torch.device) -> Callable[[Tensor], Tensor]:
     """The all-reduce of a group; all of its ranks call this together. Through shared memory where all of them are on
-    the CPUs of one host and have C++ kernels, else the process group's."""
+    the CPUs of one host and have C++ kernels, through each other's memory where they are on GPUs that reach it, else
+    the process group's."""
 
     def by_group(x: Tensor) -> Tensor:
         return all_reduce(x, group)
 
+    if device.type == "cuda" and group.size > 1:
+        return device_sum(group, device, by_group) or by_group
     if device.type != "cpu" or sys.platform != "linux" or group.size == 1:
         return by_group
     shared = _opened(group)
