@@ -61,8 +61,8 @@ def device_sum(group: Group, device: torch.device, otherwise: Callable[[Tensor],
     return reduce if _all(all(right), group, device) else None
 
 
-def _all(mine: bool, group: Group, device: torch.device) -> bool:
-    return bool(all_reduce(torch.tensor([mine], dtype=torch.int32, device=device), group, "min").item())
+def _all(here: bool, group: Group, device: torch.device) -> bool:
+    return bool(all_reduce(torch.tensor([here], dtype=torch.int32, device=device), group, "min").item())
 
 
 def _can_share(group: Group, device: torch.device) -> bool:
@@ -73,8 +73,8 @@ def _can_share(group: Group, device: torch.device) -> bool:
     gpus = [gpu for _, gpu in places]
     if len({machine for machine, _ in places}) > 1 or len(set(gpus)) < len(gpus):
         return False
-    reached = range(torch.cuda.device_count())
-    return all(gpu == own or (gpu in reached and torch.cuda.can_device_access_peer(own, gpu)) for gpu in gpus)
+    visible = range(torch.cuda.device_count())
+    return all(gpu == own or (gpu in visible and torch.cuda.can_device_access_peer(own, gpu)) for gpu in gpus)
 
 
 def _shared_buffers(group: Group, device: torch.device) -> dict[torch.dtype, Tensor]:
