@@ -31,7 +31,7 @@ from typing import Any
 from unittest import mock
 
 from armillary.planning.device_model.vectorised_layouts import as_arrays
-from armillary.planning.serving.capacity import Capacity
+from armillary.planning.serving.capacity import Capacity, saturated
 from armillary.planning.serving.deployment_options import from_layout
 from armillary.planning.serving.serving_plan import serving_request
 from armillary.planning.training.layout_prediction import Prediction, predict
@@ -129,7 +129,8 @@ def predicted_training(recipe: Recipe, home: Home) -> Prediction:
 
 
 def drawn_server(name: str, dice: Random, home: Home, *, at_rate: bool) -> dict[str, Any]:
-    """A model with prompts and answers of some length, at a share of what it is predicted to bear or all at once."""
+    """A model with prompts and answers of some length, at a share of the rate it is predicted to sustain, or all at
+    once: four times as many as run together."""
     shapes, rows = dice.choice(((128, 256), (512, 128), (1024, 256), (2048, 64))), dice.choice((16, 64, 128))
     load = round(dice.uniform(0.25, 0.7), 2)
     tables = serving_tables(name, shapes, rows, 1.0)
@@ -137,8 +138,8 @@ def drawn_server(name: str, dice: Random, home: Home, *, at_rate: bool) -> dict[
     rate = round(load * most, 3) if at_rate else round(most, 3)
     tables = serving_tables(name, shapes, rows, rate)
     gauge = "itl_p50_s" if at_rate else "tokens_out_per_s"
-    value = capacity(tables, home).actual.itl_p50_s if at_rate else most * shapes[1]
-    count = max(24, min(400, round(rate * 25))) if at_rate else 4 * rows
+    found, count = capacity(tables, home), max(24, min(400, round(rate * 25))) if at_rate else 4 * rows
+    value = found.actual.itl_p50_s if at_rate else saturated(found.server, count).tokens_out_per_s
     return {
         "kind": "at a rate" if at_rate else "all at once",
         "tables": tables,
@@ -148,7 +149,7 @@ def drawn_server(name: str, dice: Random, home: Home, *, at_rate: bool) -> dict[
 
 
 def capacity(tables: Mapping[str, Any], home: Home) -> Capacity:
-    """What one server of these tables bears, and its latencies at the rate of its traffic."""
+    """What one server of these tables sustains, and its latencies at the rate of its traffic."""
     recipe = recipe_from_dict(tables)
     request = serving_request(recipe, recipe.model_config(), recipe.cluster(), home)
     found = from_layout(request, recipe.layout).capacity

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from math import ceil, isfinite
 
 from armillary.errors import BadInput
-from armillary.planning.serving.queueing import OperatingPoint, Server, operating_point
+from armillary.planning.serving.generation import Generation, offline
+from armillary.planning.serving.queueing import KV_HEADROOM, OperatingPoint, Server, most, operating_point
 from armillary.planning.serving.serving_memory import ServingMemory, concurrency, kv_capacity_tokens, serving_memory
 from armillary.spec.tables.traffic import Objective
 from armillary.units import seconds_text
@@ -27,7 +28,7 @@ class Capacity:
     server: Server
     memory: ServingMemory
     highest: OperatingPoint
-    """a replica at the highest rate that meets every objective"""
+    """a replica at the highest rate of random arrivals that meets every objective, with rows to spare for bursts"""
     replicas: int
     actual: OperatingPoint
     """a replica at its share of the traffic"""
@@ -35,6 +36,16 @@ class Capacity:
     @property
     def devices(self) -> int:
         return self.replicas * self.server.replica.split.num_devices
+
+    @property
+    def saturated(self) -> Generation:
+        """A replica with all of its rows busy and more requests queued, whatever the objectives."""
+        return saturated(self.server, self.server.most_running)
+
+    @property
+    def rows_limit(self) -> bool:
+        """Whether the rows of a step, with those that bursts need, limit the highest rate."""
+        return most(self.highest.running, KV_HEADROOM) > 0.97 * self.server.most_running
 
     def predicted(self) -> dict[str, float]:
         """Gauge -> value of the deployment; latencies are per request."""
@@ -77,6 +88,20 @@ def capacity(server: Server, objective: Objective | None = None) -> Capacity:
     assert actual is not None, "a rate below the highest is sustainable"
     memory = serving_memory(server.replica, server.serve)
     return Capacity(server=server, memory=memory, highest=highest, replicas=replicas, actual=actual)
+
+
+def saturated(server: Server, requests: int) -> Generation:
+    """A replica that gets `requests` at once, without a limit of latencies: as many run as fit."""
+    traffic, budget = server.traffic, server.serve.max_tokens_per_step
+    return offline(
+        server.replica,
+        requests,
+        server.most_running,
+        traffic.tokens_in,
+        traffic.tokens_out,
+        chunk=budget,
+        cached=server.cached,
+    )
 
 
 def sustainable(server: Server, objective: Objective) -> OperatingPoint:

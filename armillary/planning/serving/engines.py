@@ -51,7 +51,11 @@ class Rates:
     memory_rate: float = 1.0
     fixed_time: float = 1.0
     one_row: float = 1.0
-    """kernels of a step that generates a single token over those of one with more rows"""
+    """kernels of a step that generates a single token over its operations"""
+    decode_attention: float = 1.0
+    """time of a decode attention call of more rows beside its reads, in kernels: it is split and summed up"""
+    prompt_attention: float = 1.0
+    """rate of prompts' attention over a paged KV cache over that over contiguous keys"""
 
     def __post_init__(self) -> None:
         for rate in fields(self):

@@ -48,17 +48,27 @@ def steady_state(replica: Replica, batch: int, tokens_in: int, tokens_out: int, 
 
 
 def offline(
-    replica: Replica, requests: int, batch: int, tokens_in: int, tokens_out: int, captured: Sequence[int] = ()
+    replica: Replica,
+    requests: int,
+    batch: int,
+    tokens_in: int,
+    tokens_out: int,
+    captured: Sequence[int] = (),
+    *,
+    chunk: int = 8192,
+    cached: int = 0,
 ) -> Generation:
-    """All requests queued at once, as throughput benchmarks do: equal ones finish together, so they run in waves, the
-    last of which may be small. Decode steps are padded to the batch sizes `captured` in CUDA graphs."""
+    """All requests queued at once, as throughput benchmarks do (`vllm bench serve --request-rate inf`): equal ones
+    finish together, so they run in waves, the last of which may be small. Decode steps are padded to the batch sizes
+    `captured` in CUDA graphs; the first `cached` prompt tokens are in the prefix cache."""
     full_waves, rest = divmod(requests, batch)
     full = mean_decode_s(replica, min(batch, requests), tokens_in, tokens_out, captured)
     last = mean_decode_s(replica, rest, tokens_in, tokens_out, captured) if rest and full_waves else full
     waves = full_waves * full + (last if rest else 0.0)
-    total = requests * prefill_share_s(replica, tokens_in) + tokens_out * waves
+    computed = tokens_in - cached
+    total = requests * prefill_share_s(replica, computed, chunk, cached) + tokens_out * waves
     return Generation(
-        ttft_s=replica.prefill(tokens_in).total_s,
+        ttft_s=replica.prefill(computed, cached=cached).total_s,
         itl_s=full,
         total_s=total,
         tokens_out_per_s=requests * tokens_out / total,

@@ -2,7 +2,7 @@
 
 With arrival rate λ, prompts that take p seconds of the replica each, and decode steps of d(b) seconds at batch size b:
 
-    step       t = d(b) / (1 − λ·p)                    prefills between decode steps stretch them
+    step       t = d(b + 1) / (1 − λ·p)                prefills between decode steps stretch them
     running    b = λ·(out − 1)·t                        Little's law (1961); the smallest b that solves it
     prompts    served at most at μ = fit / (d(b) + fit·p), fit = (step budget − b) / prompt
     waiting    W = ρ/(1 − ρ) · (cₐ² + 0)/2 / μ, ρ = λ/μ  Kingman (1961), equal prompts; tail P(W > x) = ρ·e^(−x·ρ/W)
@@ -10,8 +10,9 @@ With arrival rate λ, prompts that take p seconds of the replica each, and decod
     gaps       99th percentile: d(b₉₉) and the prompt tokens, up to the step budget, that at least 1 % of steps have:
                the number of prompts that arrive within a step is Poisson with mean λ·t
 
-The running batch varies like a Poisson number: b₉₉ = b + 2.33·√b, and b + 3·√b must fit the KV cache. A replica that
-only prefills or only decodes (disaggregated pools) has the other part at zero.
+The running batch varies like a Poisson number: b₉₉ = b + 2.33·√b, and b + 3·√b must fit the KV cache. Steps are timed
+as a request sees them that runs beside b others: batches weighted by their size have mean b + 1. Requests that come at
+constant intervals see b. A replica that only prefills or only decodes (disaggregated pools) has the other part at zero.
 """
 
 from dataclasses import dataclass
@@ -128,6 +129,11 @@ class Server:
         times = [decode_gap_s(self.replica, size, context) for size in sizes]
         return np.array(sizes, float), np.maximum.accumulate(np.array(times))
 
+    def seen(self, running: float) -> float:
+        """Batch size that a request is in, itself included, where `running` are on average."""
+        batch = running + 1 if self.traffic.arrival != "constant" else max(1.0, running)
+        return min(batch, float(max(1, self.most_running)))
+
     def decode_s(self, running: float) -> float:
         """One decode step with a batch of `running` (at least one)."""
         return float(np.interp(running, *self._curve)) if self.decodes else 0.0
@@ -143,10 +149,10 @@ def operating_point(server: Server, requests_per_s: float) -> OperatingPoint | N
 
 
 def _running(server: Server, rate: float, busy: float) -> float | None:
-    """Smallest b = λ·(out − 1)·d(b)/(1 − λp), from below; None where it does not fit with its headroom."""
+    """Smallest b = λ·(out − 1)·d(b + 1)/(1 − λp), from below; None where it does not fit with its headroom."""
     steps, running = (server.traffic.tokens_out - 1) * server.decodes, 0.0
     for _ in range(_ROUNDS):
-        following = rate * steps * server.decode_s(max(1.0, running)) / (1 - busy)
+        following = rate * steps * server.decode_s(server.seen(running)) / (1 - busy)
         if following > server.most_running:
             return None
         if following - running <= 1e-6 * max(1.0, running):
@@ -162,8 +168,8 @@ def most(running: float, deviations: float = Z99) -> float:
 
 def _times(server: Server, rate: float, running: float, busy: float) -> OperatingPoint | None:
     traffic, prompt_s = server.traffic, server.prefill_s
-    full = min(most(max(1.0, running)), server.most_running)
-    decode, crowded = server.decode_s(max(1.0, running)), server.decode_s(full)
+    full = min(most(server.seen(running)), server.most_running)
+    decode, crowded = server.decode_s(server.seen(running)), server.decode_s(full)
     waits = _waiting(server, rate, running, decode)
     if waits is None:
         return None

@@ -187,8 +187,11 @@ class Replica:
         decoding = all(group.queries == 1 < group.keys for group in local)
         parts = self._operations(self.forward.ops(tokens, logits, decoding=decoding))
         parts["attention_s"] = sum(self._attention_s(group) for group in local)
-        parts["kernels_s"] += self.config.num_layers * self._kernel_s * len({group.queries for group in local})
-        if decoding and tokens == 1:
+        single = decoding and tokens == 1
+        decodes = 1.0 if single else self.rates.decode_attention
+        attention = sum(decodes if queries == 1 else 1.0 for queries in {group.queries for group in local})
+        parts["kernels_s"] += self.config.num_layers * self._kernel_s * attention
+        if single:
             parts["kernels_s"] *= self.rates.one_row
         parts["comm_s"] = self.collectives.step_s(tokens)
         return self._with_host(EngineStepTime(**parts), parts["kernels_s"], decoding, self.calls(logits))
@@ -296,7 +299,7 @@ class Replica:
     def _prompt_s(self, op: Op, group: Group) -> float:
         code = np.array(PRECISIONS.index(self.forward.dtype))
         rate = float(self.curves.attention_flops(group.keys, self._shape.qk_dim, backward=False, precision=code))
-        return float(max(op.flops / rate, op.bytes / self.bytes_per_s))
+        return float(max(op.flops / (rate * self.rates.prompt_attention), op.bytes / self.bytes_per_s))
 
     @cached_property
     def _shape(self) -> AttentionShape:

@@ -118,6 +118,7 @@ class ServingPlan:
             "formats": to_plain(self.chosen.dtypes),
             "predicted": plan.predicted,
             "highest_requests_per_s": self.capacity.highest.requests_per_s,
+            "saturated_tokens_out_per_s": self.capacity.saturated.tokens_out_per_s,
             "cost": to_plain(self.chosen.cost) if self.chosen.cost else None,
             "pools": self._pools_plain(),
             "choices": [_choice_plain(option) for option in self.tried],

@@ -39,6 +39,11 @@ def plan_rows(request: Request, option: DeploymentOption, split: Pools | None = 
             f"{option.capacity.highest.requests_per_s:.3g} requests/s at most" + _limit_text(request, option.capacity),
         ),
         (
+            "all at once",
+            f"{option.capacity.saturated.tokens_out_per_s:,.0f} tokens/s out of a replica that always runs "
+            f"{_many(option.capacity.server.most_running, 'request')}",
+        ),
+        (
             "needed",
             f"{_many(option.capacity.replicas, 'replica')}, {_many(option.devices, 'device')} for "
             f"{traffic.requests_per_s:g} requests/s{missing}",
@@ -77,9 +82,9 @@ def _limit_text(request: Request, option: Capacity) -> str:
     }
     if shares and max(shares.values()) > 0.97:
         return f", limited by {max(shares, key=lambda name: shares[name])}"
-    if high.running > 0.7 * option.server.most_running:
+    if option.rows_limit:
         full = option.server.most_running < request.serve.max_running * option.server.replica.split.ep
-        return ", limited by the KV cache" if full else ", limited by serve.max_running"
+        return ", limited by the KV cache" if full else ", limited by serve.max_running, of which bursts need a part"
     return ", limited by prefill time"
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from armillary.errors import BadInput
 from armillary.planning.node_ranking import rank_serving
-from armillary.planning.serving.capacity import capacity, sustainable
+from armillary.planning.serving.capacity import capacity, saturated, sustainable
 from armillary.planning.serving.deployment_options import Request, best, deployment_options, from_layout, pools
 from armillary.planning.serving.disaggregation import split_pools, transfer_s
 from armillary.planning.serving.forward_ops import ServingDtypes, Split
@@ -18,6 +18,9 @@ from armillary.planning.serving.generation import static_batch, steady_state
 from armillary.planning.serving.queueing import Server, operating_point
 from armillary.planning.serving.replica import Replica
 from armillary.planning.serving.serving_report import choice_cells, explain, plan_rows
+from armillary.planning.simulation.replayed_requests import Arrival
+from armillary.planning.simulation.simulated_engine import simulate, system_of
+from armillary.planning.simulation.step_cost import planned_step_cost
 from armillary.spec import catalogue
 from armillary.spec.gauges import GAUGES
 from armillary.spec.layout import Layout
@@ -67,7 +70,29 @@ def test_little_s_law_and_the_stretched_step() -> None:
     found = operating_point(one, 5.0)
     assert found is not None
     assert found.running == pytest.approx(5.0 * 249 * found.step_s, rel=1e-4)
-    assert found.step_s == pytest.approx(one.decode_s(found.running) / (1 - 5.0 * one.prefill_s), rel=1e-4)
+    assert found.step_s == pytest.approx(one.decode_s(found.running + 1) / (1 - 5.0 * one.prefill_s), rel=1e-4)
+
+
+def test_requests_at_constant_intervals_share_no_step_with_a_burst() -> None:
+    poisson, constant = (server(traffic=replace(CHAT, arrival=kind)) for kind in ("poisson", "constant"))  # type: ignore[arg-type]
+    assert poisson.seen(3.0) == 4.0 and constant.seen(3.0) == 3.0 and constant.seen(0.1) == 1.0
+    assert poisson.seen(1e9) == poisson.most_running
+
+
+@pytest.mark.parametrize(("rows", "shape"), [(16, (1024, 64)), (32, (512, 48))])
+def test_all_at_once_is_what_the_scheduler_makes_of_a_queue(rows: int, shape: tuple[int, int]) -> None:
+    """More than of random arrivals, because bursts need rows too."""
+    traffic = Traffic(requests_per_s=1, tokens_in=shape[0], tokens_out=shape[1])
+    one = replace(server(on="h200", traffic=traffic), serve=Serve(max_running=rows, prefix_cache=False))
+    asked = {"at_s": 0.0, "tokens_in": shape[0], "tokens_out": shape[1], "limit": shape[1]}
+    arrivals = [Arrival(number=n + 1, **asked) for n in range(4 * rows)]  # type: ignore[arg-type]
+    cost = planned_step_cost(one.replica, context=shape[0] + shape[1] // 2, prompt=shape[0])
+    system = system_of(one.replica.config, one.serve, 1e6, "gpu")
+    seen = simulate(arrivals, replace(system, streamed=False), cost).gauges["tokens_out_per_s"]
+    found = capacity(one)
+    assert saturated(one, 4 * rows).tokens_out_per_s == pytest.approx(seen, rel=0.06)
+    assert found.saturated.tokens_out_per_s > found.highest.requests_per_s * shape[1]
+    assert found.rows_limit
 
 
 def test_an_idle_replica_answers_in_its_own_time() -> None:
