@@ -5,13 +5,13 @@
     python -m benchmarks.h200_tables serve             on the GPU: serves the eight
     python -m benchmarks.h200_tables table             predicted beside measured; exits with 1 above 8 and 15 %
 
---drawn names the drawing, by default h200_tables.json; h200_tables_second.json is one of a later planner. Predictions
-rest on the catalogue and on the ceilings recorded in it: nothing of this GPU is measured before. A training is judged
-by its median step, a server at a rate by its median time between tokens, and one that gets everything at once by its
-tokens per second. Measurements go into the drawing's .measured.json (--to FILE), which names the commit of the
-predictions. The file is written after every configuration, none begins after --seconds (default 420), and a second call
-measures what is missing: a machine that is lent for ten minutes loses nothing. What a configuration writes to disk is
-deleted when its process has ended, however it ended.
+--drawn names the drawing, by default h200_tables.json; a second and a third are of later planners. Predictions rest on
+the catalogue and on the ceilings recorded in it: nothing of this GPU is measured before. A training is judged by its
+median step, a server at a rate by its median time between tokens, and one that gets everything at once by its tokens
+per second. Measurements go into the drawing's .measured.json (--to FILE), which names the commit of the predictions.
+The file is written after every configuration, none begins after --seconds (default 420), and a second call measures
+what is missing: a machine that is lent for ten minutes loses nothing. What a configuration writes to disk is deleted
+when its process has ended, however it ended.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ SERVED = (
 FILL = 0.8
 """most of the device's memory that a drawn training may be predicted to use"""
 STEPS, WARM_UP = 14, 4
+BATCH_TOKENS = 16_384
+"""of a drawn training's micro-batch; with SERVED_S, so that sixteen configurations take minutes"""
+SERVED_S = 12
+"""of traffic that comes at a rate"""
 BARS = {"train": 0.08, "serve": 0.15}
 
 
@@ -88,7 +92,7 @@ def drawn_training(kind: str, dice: Random, home: Home) -> dict[str, Any]:
         if found.memory.total[0] > FILL * found.memory_limit and largest is not None:
             break
         largest = tables, found
-        if rows * sequence >= 32_768:
+        if rows * sequence >= BATCH_TOKENS:
             break
     assert largest is not None
     tables, found = largest
@@ -138,7 +142,7 @@ def drawn_server(name: str, dice: Random, home: Home, *, at_rate: bool) -> dict[
     rate = round(load * most, 3) if at_rate else round(most, 3)
     tables = serving_tables(name, shapes, rows, rate)
     gauge = "itl_p50_s" if at_rate else "tokens_out_per_s"
-    found, count = capacity(tables, home), max(24, min(400, round(rate * 25))) if at_rate else 4 * rows
+    found, count = capacity(tables, home), max(24, min(400, round(rate * SERVED_S))) if at_rate else 4 * rows
     value = found.actual.itl_p50_s if at_rate else saturated(found.server, count).tokens_out_per_s
     return {
         "kind": "at a rate" if at_rate else "all at once",
