@@ -63,9 +63,10 @@ def serve(
     SIGTERM lets requests in flight finish. The rest is keys of [serve], like limits and API keys: --set
     serve.max_model_len=4096, --set serve.max_waiting=100, --set serve.api_key_file=keys.txt, --set serve.name=…
     (for clients), --set serve.dtype=bf16, --set serve.speculate=ngram, --set serve.pp=2
-    (stages of layers), --set serve.ep=4 (groups of experts), --set serve.nodes=2@HOST:PORT
-    (one engine on two nodes), --set serve.role=prefill or decode with --set serve.prefill=HOST:PORT
-    (two servers for one model), --set serve.otlp=http://….
+    (stages of layers), --set serve.ep=4 (groups of experts), --set serve.dp_attention=4 (copies of
+    attention), --set serve.nodes=2@HOST:PORT (one engine on two nodes), --set serve.role=prefill
+    or decode with --set serve.prefill=HOST:PORT (two servers for one model), --set
+    serve.otlp=http://….
 
     A model file (.pt2, .pt, .onnx), or a folder of numbered versions of one, is served at /predict with dynamic
     batching. A .pt2 or .pt can hold code: one that armillary convert did not write here needs --trust.
@@ -115,7 +116,8 @@ def serve(
         tp, pp = choose_layout(home, source, asked, dtype, devices=devices, device=device, say=say)
         asked = replace(asked, serve=replace(asked.serve, pp=pp))
     tp = tp or 1
-    refuse_on_nodes(asked.serve, place, tp * asked.serve.pp, follows=follow is not None)
+    ranks = asked.serve.ranks(tp)
+    refuse_on_nodes(asked.serve, place, ranks, follows=follow is not None)
     threads = resolve_threads(home, source, asked, dtype, tp=tp, device=device, say=say)
     if threads is not None:
         say(f"threads {threads.reason or f'{threads.count}: as asked'}")
@@ -129,7 +131,7 @@ def serve(
         nodes=place,
     )
     if place.rank:
-        return run_node(config, tp * asked.serve.pp, say)
+        return run_node(config, ranks, say)
     with recorded(
         home,
         source,
@@ -143,7 +145,7 @@ def serve(
         say=say,
     ) as folder:
         config = replace(config, gauges=folder.gauges if folder else None)
-        run(source, config, listen, ranks=tp * asked.serve.pp, follow=follow, say=say)
+        run(source, config, listen, ranks=ranks, follow=follow, say=say)
 
 
 def _asked(recipe: Path | None, overrides: tuple[str, ...]) -> Recipe:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from armillary.errors import ArmillaryError
+from armillary.errors import ArmillaryError, BadInput
 from armillary.spec.hardware import Cluster
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_dict
@@ -88,6 +88,8 @@ def _predicted(
 ) -> tuple[dict[str, float], tuple[str, ...]]:
     """One replica at the recipe's traffic, which its scheduler plays; nothing where the planner says that this cannot
     be."""
+    if recipe.serve.dp_attention > 1:
+        return {}, ("nothing is predicted: data-parallel attention is not priced yet",)
     from armillary.planning.serving.deployment_options import from_layout
     from armillary.planning.serving.queueing import operating_point
     from armillary.planning.serving.serving_plan import serving_request
@@ -119,7 +121,14 @@ def resolve_dtype(home: Home, source: ModelSource, asked: Recipe, device: str | 
 def choose_layout(
     home: Home, source: ModelSource, asked: Recipe, dtype: Resolved, *, devices: int, device: str | None, say: Say
 ) -> tuple[int, int]:
-    """(tp, pp) on so many devices for the recipe's traffic, as the planner prices them."""
+    """(tp, pp) on so many devices for the recipe's traffic, as the planner prices them; with dp_attention, of each
+    copy."""
+    copies = asked.serve.dp_attention
+    if copies > 1:
+        if devices % copies:
+            raise BadInput(f"--devices {devices} are not a multiple of serve.dp_attention={copies}; change one of them")
+        say(f"layout tp={devices // copies} × dp_attention={copies}: as asked, which the planner does not price yet")
+        return devices // copies, 1
     from armillary.machine.machine import here
     from armillary.planning.serving.engine_layout import engine_layout
     from armillary.planning.serving.serving_plan import serving_request

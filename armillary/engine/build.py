@@ -18,6 +18,7 @@ from armillary.engine.cache.kv_capacity import KVPlan, plan_kv
 from armillary.engine.engine import Engine, Record
 from armillary.engine.output.output_text import NoText, OutputProcessor
 from armillary.engine.runner.adapter_slots import AdapterSlots
+from armillary.engine.runner.dp_leader import DpLeader, gather_tokens
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.kv_memory_budget import kv_budget
 from armillary.engine.runner.linear.linear_formats import (
@@ -39,6 +40,7 @@ from armillary.engine.runner.linear.sparse_linear import to_sparse
 from armillary.engine.runner.rank_layout import RankLayout
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
 from armillary.engine.scheduler.decision import StepWork
+from armillary.engine.scheduler.dp_scheduler import DpScheduler
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import Settings, settings_for
 from armillary.engine.scheduler.step_loop import Loop
@@ -109,7 +111,8 @@ def make_engine(
     other_bytes = 0 if draft_model is None else draft_model.block_bytes
     plan = kv_plan(executor, serve, settings.max_model_len, ranks, warm=warm, other_bytes=other_bytes)
     plan = replace(plan, host_bytes=int(plan.host_bytes * plan.block_bytes / (plan.block_bytes + other_bytes)))
-    cache = plan.make(prefix=serve.prefix_cache)
+    caches = [plan.make(prefix=serve.prefix_cache) for _ in range(plan.dp)]
+    cache = caches[0]
     settings = replace(settings, max_model_len=_fitting_len(settings, serve, plan, cache), late_masks=ranks is None)
     host_blocks = 0 if cache.offload is None else cache.offload.num_blocks
     executor.rows.allocate(cache.pool.num_blocks, host_blocks)
@@ -117,7 +120,7 @@ def make_engine(
         draft_model.allocate(cache.pool.num_blocks, host_blocks)
     if cache.offload is not None:
         cache.offload.costs = measured_costs(executor, settings.attention_tokens)
-    scheduler = Scheduler(settings, cache)
+    scheduler = Scheduler(settings, cache) if plan.dp == 1 else DpScheduler(settings, caches)
     on_phase("kernels and KV cache", time.monotonic() - begin)
     begin = time.monotonic()
     if warm and (graphs := executor.warm()):
@@ -125,7 +128,7 @@ def make_engine(
     if draft_model is not None and warm:
         draft_model.executor.warm()
     speculate(scheduler, executor, serve, draft_model, ranks)
-    leader = executor if ranks is None else Leader(executor)
+    leader = _leader(executor, ranks)
     loop = Loop(scheduler, leader, overlap=serve.decides_ahead(device_type))
     if record is not None and warm and ranks is None:
         begin = time.monotonic()
@@ -140,6 +143,13 @@ def make_engine(
     engine = Engine(loop, texts, record=record, roofline=roofline, expert_layers=expert_layers)
     engine.adapters = _adapter_table(executor, leader, scheduler, serve)
     return engine, plan
+
+
+def _leader(executor: FastExecutor, ranks: RankLayout | None) -> FastExecutor | Leader:
+    """What the loop gives its decisions to."""
+    if ranks is None:
+        return executor
+    return Leader(executor) if ranks.dp is None else DpLeader(executor, ranks)
 
 
 def _adapter_table(
@@ -208,7 +218,7 @@ def make_executor(
         max_model_len=settings.max_model_len,
         max_tokens=settings.max_tokens_per_step,
         new_seed=lambda: rng.getrandbits(61),
-        graphs=serve.graphs and (ranks is None or ranks.pipeline is None),
+        graphs=serve.graphs and (ranks is None or (ranks.pipeline is None and ranks.dp is None)),
         kv_dtype=kv_dtype,
         kv_heads=local_kv_heads(model.config, tp),
         ranks=tp,
@@ -219,6 +229,8 @@ def make_executor(
         executor.forward.pipeline = ranks.pipeline
         if tp > 1:
             shard(executor, model.config, ranks.tp, ranks.experts)
+        if ranks.dp is not None:
+            gather_tokens(executor, ranks)
     if plan.dtype in CACHE_DTYPES:
         _scale(executor, kv_dtype)
     return executor
@@ -334,7 +346,8 @@ def kv_plan(
 def _plan(model: Transformer, serve: Serve, num_bytes: int | None, ranks: RankLayout | None) -> KVPlan:
     """A cache of so many bytes per rank; none: the smallest, the null block and one more."""
     tp, dtype = 1 if ranks is None else ranks.tp.size, _dtype_name(model)
-    plan = plan_kv(model.config, serve, num_bytes or 1 << 62, dtype=dtype, tp=tp, pp=serve.pp if ranks else 1)
+    pp, dp = (1, 1) if ranks is None else (serve.pp, serve.dp_attention)
+    plan = plan_kv(model.config, serve, num_bytes or 1 << 62, dtype=dtype, tp=tp, pp=pp, dp=dp)
     return plan if num_bytes is not None else replace(plan, budget_bytes=2 * plan.block_bytes)
 
 

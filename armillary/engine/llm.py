@@ -23,6 +23,7 @@ from armillary.engine.output.output_text import OutputDelta
 from armillary.engine.output.structured import Structures
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.runner.dp_leader import StepReports
 from armillary.engine.runner.rank_layout import RankLayout, rank_layout
 from armillary.engine.runner.sharded_weights import load_shard
 from armillary.engine.runner.tensor_parallel import Leader, Obeys, follow
@@ -69,7 +70,9 @@ def dtype_to_load(
 def _ranks(world: World | None, config: ModelConfig, serve: Serve) -> RankLayout | None:
     """The place of this process among several; None where it is alone."""
     if world is not None and world.size > 1:
-        return rank_layout(world, config, pp=serve.pp, ep=serve.ep)
+        return rank_layout(world, config, pp=serve.pp, ep=serve.ep, dp=serve.dp_attention)
+    if serve.dp_attention > 1:
+        raise BadInput(f"serve.dp_attention={serve.dp_attention} needs as many ranks; start them, or leave it 1")
     if serve.pp > 1 or serve.ep > 1:
         raise BadInput(f"serve.pp={serve.pp} and serve.ep={serve.ep} need several ranks; start them, or leave both 1")
     return None
@@ -223,7 +226,8 @@ class LLM:
         leader = self.engine.loop.executor
         if not isinstance(leader, Leader):
             raise BadInput("this engine is alone and leads itself; call generate")
-        return follow(leader.executor, transfer)
+        reports = StepReports if self.ranks is not None and self.ranks.reports else None
+        return follow(leader.executor, transfer, reports)
 
     def close(self) -> None:
         """End the thread of `stream`, and stop the other ranks."""

@@ -30,12 +30,12 @@ CONTEXT = 2048
 TEXT = 'def main():\n    return {"name": "value", "other": [1, 2.5, true, null]}\n# 0123456789 Grüße, naïve 漢字 🙂\n'
 
 
-def make_folder(path: Path, *, context: int = CONTEXT) -> Path:
-    """A Hugging Face folder of a model that knows nothing."""
+def make_folder(path: Path, *, context: int = CONTEXT, **fields: Any) -> Path:
+    """A Hugging Face folder of a model that knows nothing; `fields` of its config."""
     tokenizer = train_tokenizer([TEXT] * 20, 320)
     tokenizer.save(path / "tokenizer")
     (path / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
-    config = small(vocab=tokenizer.vocab_size, context=context)
+    config = small(vocab=tokenizer.vocab_size, context=context, **fields)
     model = build(config, dtype=torch.float32, device="cpu", seed=3)
     return save_model(model, path / "tiny", template=path / "tokenizer")
 

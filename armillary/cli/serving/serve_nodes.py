@@ -36,7 +36,8 @@ def refuse_on_nodes(serve: Serve, place: NodePlace, ranks: int, *, follows: bool
     if place.count == 1:
         return
     if ranks % place.count:
-        raise BadInput(f"{ranks} ranks (--tp × serve.pp) are not a multiple of {place.count} nodes; try other numbers")
+        parts = "--tp × serve.pp" if serve.dp_attention == 1 else "--tp × serve.dp_attention"
+        raise BadInput(f"{ranks} ranks ({parts}) are not a multiple of {place.count} nodes; try other numbers")
     if serve.emulate:
         raise BadInput("serve.emulate needs one process; leave serve.nodes out")
     if serve.role != "combined":

@@ -86,6 +86,11 @@ class KVCache:
     def used_fraction(self) -> float:
         return 1 - min(self.available, self.num_blocks) / self.num_blocks
 
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit while no window is full."""
+        return self.num_blocks // len(self.groups) * self.block_tokens
+
     def blocks_at(self, tokens: int) -> int:
         """Most blocks that one sequence of `tokens` holds, all groups together."""
         return sum(group.blocks_at(tokens, self.block_tokens, self.step_tokens) for group in self.groups)

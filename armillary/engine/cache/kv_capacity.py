@@ -31,6 +31,8 @@ class KVPlan:
     model_dtype: str
     tp: int
     pp: int = 1
+    dp: int = 1
+    """caches of this size, each of other requests"""
     block_tokens: int
     step_tokens: int
     """most tokens of a step: windowed layers hold them beside their window"""
@@ -95,7 +97,9 @@ class KVPlan:
         shown = [f"{self.sequences_of(length):,} sequences of {length:,}" for length in lengths]
         usable = f"{self.num_blocks - 1:,} blocks of {self.block_tokens} tokens ({bytes_text(self.block_bytes)} each)"
         lines = [
-            f"KV cache {bytes_text(self.budget_bytes)} = {usable} = " + " = ".join([f"{self.tokens:,} tokens", *shown]),
+            f"KV cache {bytes_text(self.budget_bytes)} = {usable} = "
+            + " = ".join([f"{self.tokens:,} tokens", *shown])
+            + (f", on each of {self.dp} dp ranks: {self.dp * self.tokens:,} tokens" if self.dp > 1 else ""),
             f"  a block: {self.layers_per_group} layers × {self.block_tokens} tokens × {per_layer}",
         ]
         if len(self.groups) > 1 or self.groups[0].sees != "all":
@@ -129,7 +133,14 @@ class KVPlan:
 
 
 def plan_kv(
-    config: ModelConfig, serve: Serve, budget_bytes: int | str, *, dtype: str = "bf16", tp: int = 1, pp: int = 1
+    config: ModelConfig,
+    serve: Serve,
+    budget_bytes: int | str,
+    *,
+    dtype: str = "bf16",
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
 ) -> KVPlan:
     """A cache of `budget_bytes` per device; BadInput where not one output token would fit."""
     kv_dtype = dtype if serve.kv_dtype == "auto" else serve.kv_dtype
@@ -140,6 +151,7 @@ def plan_kv(
         model_dtype=dtype,
         tp=tp,
         pp=pp,
+        dp=dp,
         block_tokens=serve.block_tokens,
         step_tokens=serve.max_tokens_per_step,
         groups=layer_groups(config),

@@ -73,6 +73,14 @@ def probe(cache: KVCache, seq: Sequence) -> int:
     return first_unused * len(cache.full_groups)
 
 
+def cached_blocks(cache: KVCache, seq: Sequence) -> int:
+    """About how many blocks of the prompt, of one full-attention group, are in the prefix cache. By bisection, too."""
+    if not cache.prefix or not cache.full_groups or seq.request.params.needs_every_token:
+        return 0
+    by_digest = cache.prefix_cache.by_digest[cache.full_groups[0]]
+    return bisect_left(seq.chain.digests, True, 0, _last(cache, seq), key=lambda digest: not by_digest.get(digest))
+
+
 def _last(cache: KVCache, seq: Sequence) -> int:
     """Blocks that may be found: full ones, without the last token, whose logits are needed."""
     return min((len(seq.tokens) - 1) // cache.block_tokens, len(seq.chain))

@@ -53,6 +53,7 @@ class Sequence:
         "chain",
         "computed",
         "constraint",
+        "dp_rank",
         "draft",
         "error",
         "finish",
@@ -134,6 +135,7 @@ class Sequence:
 
         self.state = State.WAITING
         self.row = -1  # row of the batch while it runs
+        self.dp_rank = -1  # with data-parallel attention: where it runs; -1: not assigned yet
         self.order: tuple[float, int, int] = (0.0, 0, index)  # order of precedence: arrival and priority, number, index
         self.blocks_at_start = 0  # blocks of the tokens that it starts with
         self.blocks_at_limit = 0

@@ -52,6 +52,18 @@ class Encoder:
         self._last_decode: tuple[Shape, list[int], Ints, Ints] | None = None
         """of the last decode-only step: shape, rows (list and array), and its array"""
 
+    def of_another_rank(self) -> "Encoder":
+        """The same, with block tables of its own."""
+        return Encoder(
+            max_running=self.max_running,
+            max_model_len=self.max_model_len,
+            block_tokens=self.size,
+            groups=self.groups,
+            new_seed=self._new_seed,
+            fit=self.fit,
+            long_rope=self._long_rope,
+        )
+
     def encode(self, decision: Decision) -> Step:
         """The step; padding uses the null row, one past the last."""
         table_updates = self._table_updates(decision)

@@ -217,6 +217,9 @@ class FastExecutor:
         """Run an encoded step; `masks` where another rank has computed them."""
         self.rows.take(step)
         launched = Launched(decision=decision, step=step)
+        if not step.shape.tokens:
+            self.forward.run_experts_only()
+            return self._sent(launched)
         if self.draft_model is not None:
             self.draft_model.take(step)
         if step.drafts is not None:

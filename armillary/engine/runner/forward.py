@@ -23,6 +23,7 @@ from armillary.engine.runner.mixture_layer import run_mixture, run_small_mixture
 from armillary.engine.runner.rank_layout import Pipeline
 from armillary.engine.runner.rotary_tables import angle_tables, query_factors
 from armillary.engine.runner.step_input import Shape
+from armillary.engine.runner.token_gather import GatheredTokens, run_without_tokens
 from armillary.kernels.delta.delta_rows import RowBatch
 from armillary.kernels.gemm.skinny import MAX_TOKENS
 from armillary.kernels.latent.latent_forms import LatentBatch, latent_batch, most_absorbed
@@ -114,6 +115,7 @@ class Forward:
         self.adapters: AdapterSlots | None = None  # LoRA adapters, where the engine takes some
         self.reduce: Reduce = no_reduce  # all-reduce of partial GEMM results
         self.pipeline: Pipeline | None = None  # the other stages, where this model is one of several
+        self.gathered_tokens: GatheredTokens | None = None  # of all dp ranks, where attention is data parallel
         self.entry: Callable[[Inputs, Tensor], Tensor] | None = None  # what makes the first layer's input of embeddings
         self.keep: Callable[[Inputs, Tensor], None] | None = None
         """gets the hidden states of all tokens of a step, before the last norm: a draft head's input"""
@@ -129,7 +131,7 @@ class Forward:
         shape = inputs.shape
         if shape.decodes:
             return self.hidden(inputs)
-        if shape.rows < shape.tokens and self.keep is None:
+        if shape.rows < shape.tokens and self.keep is None and self.gathered_tokens is None:
             return self.hidden(inputs, inputs.long("lasts_B"))
         return gathered(inputs, self.hidden(inputs))
 
@@ -165,6 +167,15 @@ class Forward:
             self.pipeline.send(x)
             return x if wanted is None else x.index_select(0, wanted)
         return x
+
+    def run_experts_only(self) -> None:
+        """A step without tokens on this dp rank: compute its experts for the tokens of the others."""
+        assert self.gathered_tokens is not None
+        weight = next(self.model.parameters())
+        x_0H = torch.empty(0, self.model.config.hidden, dtype=weight.dtype, device=weight.device)
+        for layer in self.layers:
+            if layer.mixture is not None:
+                run_without_tokens(layer.mixture, x_0H)
 
     @property
     def has_head(self) -> bool:
@@ -291,6 +302,8 @@ class Forward:
         return self.kernels.attention(q_TND, blocks, batch, layer.options).flatten(1)  # type: ignore[no-any-return]
 
     def _mlp(self, layer: Layer, x: Tensor, load: ExpertLoad | None) -> Tensor:
+        if layer.mixture is not None and self.gathered_tokens is not None:  # which counts and adds up itself
+            return run_mixture(layer.mixture, x, None, self.kernels)
         if layer.mixture is not None:
             return self.reduce(run_mixture(layer.mixture, x, load, self.kernels))
         assert layer.up is not None and layer.down is not None

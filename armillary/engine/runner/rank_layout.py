@@ -1,11 +1,14 @@
-"""The ranks of an engine: `pp` stages of layers, each on `tp` ranks; `ep` parts of the experts on the ranks of a stage.
+"""The ranks of an engine: `pp` stages of layers, each on `tp` ranks; `ep` parts of the experts on the ranks of a stage;
+or `dp` copies of attention, each on `tp` ranks.
 
-Ranks are numbered stage by stage, so that the ranks of a stage, which exchange most, are neighbours.
+Ranks are numbered stage by stage, or copy by copy, so that the ranks of each, which exchange most, are neighbours.
 
     stage   layers of stage s of n: from ⌊s · layers / n⌋ on
     tp      heads, MLPs and the vocabulary of a stage are divided over its ranks
     ep      the tp ranks are ep groups; each group has whole experts of its own, each rank of it 1 / (tp / ep) of them.
             Every rank routes all tokens and computes those of its experts; the all-reduce after the MLP adds them up
+    dp      data-parallel attention: each copy of attention, dense MLPs, embedding and head has a KV cache and requests
+            of its own. Experts are divided over all dp × tp ranks, and get the tokens of all copies (token_gather.py)
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ class Experts:
     part: int = 0
     tp: int = 1
     """ranks that share an expert"""
+    tp_rank: int = 0
+    """this one's place among them"""
 
     def own(self, num_experts: int) -> range:
         each = num_experts // self.parts
@@ -84,11 +89,18 @@ class RankLayout:
     """the ranks of its stage"""
     experts: Experts
     pipeline: Pipeline | None = None
+    dp: Group | None = None
+    """the ranks with the same shard of each copy of attention, where there are several"""
 
     @classmethod
     def sharded(cls, group: Group) -> RankLayout:
         """Tensor parallelism over all ranks, experts included."""
-        return cls(world=group, tp=group, experts=Experts(tp=group.size))
+        return cls(world=group, tp=group, experts=Experts(tp=group.size, tp_rank=group.rank))
+
+    @property
+    def reports(self) -> bool:
+        """Whether it tells rank 0 what its steps gave: the first rank of every copy of attention but rank 0's own."""
+        return self.dp is not None and self.dp.rank > 0 and not self.tp.rank
 
     def layers(self, config: ModelConfig) -> range:
         """Those of its stage."""
@@ -97,38 +109,71 @@ class RankLayout:
         return stage_layers(config.num_layers, len(self.pipeline.ranks))[self.pipeline.stage]
 
 
-def rank_layout(world: World, config: ModelConfig, *, pp: int = 1, ep: int = 1) -> RankLayout:
+def rank_layout(world: World, config: ModelConfig, *, pp: int = 1, ep: int = 1, dp: int = 1) -> RankLayout:
     """The place of this process; all ranks call this together. BadLayout where the model cannot be divided like that,
     before its weights are loaded."""
-    if world.size % pp:
-        fitting = max(n for n in range(1, pp) if world.size % n == 0)
-        raise BadLayout(f"serve.pp={pp} does not divide {world.size} ranks; try --set serve.pp={fitting}")
-    tp = world.size // pp
-    check_division(config, tp=tp, pp=pp, ep=ep)
+    for key, parts in (("pp", pp), ("dp_attention", dp)):
+        if world.size % parts:
+            fitting = max(n for n in range(1, parts) if world.size % n == 0)
+            raise BadLayout(f"serve.{key}={parts} does not divide {world.size} ranks; try --set serve.{key}={fitting}")
+    tp = world.size // (pp * dp)
+    check_division(config, tp=tp, pp=pp, ep=ep, dp=dp)
     everyone = dist.group.WORLD
     assert everyone is not None, "several ranks have a process group"
-    stage, rank = divmod(world.rank, tp)
     group = Group(name=everyone.group_name, size=world.size, rank=world.rank)
-    parts = Experts(parts=ep, part=rank // (tp // ep), tp=tp // ep)
+    if dp > 1:
+        return _data_parallel(group, tp=tp, dp=dp, ep=ep)
+    stage, rank = divmod(world.rank, tp)
+    experts = _experts_of(rank, tp, ep)
     if pp == 1:
-        return RankLayout(world=group, tp=group, experts=parts)
-    stages = [dist.new_group([s * tp + r for r in range(tp)]) for s in range(pp)]
-    lines = [dist.new_group([s * tp + r for s in range(pp)]) for r in range(tp)]
+        return RankLayout(world=group, tp=group, experts=experts)
+    stages, lines = _grid(pp, tp)
     return RankLayout(
         world=group,
         tp=Group(name=stages[stage].group_name, size=tp, rank=rank),
-        experts=parts,
+        experts=experts,
         pipeline=Pipeline(stage=stage, ranks=tuple(s * tp + rank for s in range(pp)), group=lines[rank]),
     )
 
 
-def check_division(config: ModelConfig, *, tp: int, pp: int = 1, ep: int = 1) -> None:
+def _data_parallel(world: Group, *, tp: int, dp: int, ep: int) -> RankLayout:
+    """Copies of attention, and experts divided over all ranks."""
+    copy, rank = divmod(world.rank, tp)
+    experts = _experts_of(world.rank, world.size, ep)
+    if tp == 1:
+        return RankLayout(world=world, tp=Group(name="", size=1, rank=0), experts=experts, dp=world)
+    copies, lines = _grid(dp, tp)
+    return RankLayout(
+        world=world,
+        tp=Group(name=copies[copy].group_name, size=tp, rank=rank),
+        experts=experts,
+        dp=Group(name=lines[rank].group_name, size=dp, rank=copy),
+    )
+
+
+def _grid(num_rows: int, size: int) -> tuple[list[dist.ProcessGroup], list[dist.ProcessGroup]]:
+    """Groups of `size` neighbours, and groups of the ranks with the same place in each."""
+    rows = [dist.new_group([s * size + r for r in range(size)]) for s in range(num_rows)]
+    return rows, [dist.new_group([s * size + r for s in range(num_rows)]) for r in range(size)]
+
+
+def _experts_of(rank: int, size: int, ep: int) -> Experts:
+    part, tp_rank = divmod(rank, size // ep)
+    return Experts(parts=ep, part=part, tp=size // ep, tp_rank=tp_rank)
+
+
+def check_division(config: ModelConfig, *, tp: int, pp: int = 1, ep: int = 1, dp: int = 1) -> None:
     """BadLayout for a model that cannot be divided evenly."""
     if pp > config.num_layers:
         raise BadLayout(f"serve.pp={pp} stages need as many layers and {config.name} has {config.num_layers}; lower it")
-    if ep > 1:
-        _check_experts(config, tp, ep)
-    layout, case = Layout(tp=tp, ep=tp if ep > 1 else 1), Case(model=config, for_training=False)
+    if dp > 1 and config.moe is None:
+        raise BadLayout(
+            f"{config.name} has no experts to divide over serve.dp_attention={dp} ranks, each of which would be a "
+            "replica; leave it 1, and start replicas with armillary up"
+        )
+    if ep > 1 or dp > 1:
+        _check_experts(config, tp * dp, ep)
+    layout, case = Layout(tp=tp, ep=tp if ep > 1 or dp > 1 else 1), Case(model=config, for_training=False)
     if not tp_holds(layout, case):
         raise BadLayout(tp_says(layout, case, "--tp "))
     if config.qk_norm == "all" and config.norm != "rms" and tp > 1:

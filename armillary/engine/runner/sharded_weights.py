@@ -119,8 +119,8 @@ class RankShard:
             return full
         size = sum(part.num_rows for part in full.parts), full.parts[0].columns
         if name.endswith(_EXPERTS):
-            dim, tp = (_OF_EXPERTS[name.rpartition("mlp.")[2]] or 1) - 1, self._ranks.experts.tp
-            offsets, sizes = shard_box(size, [(dim, tp, self._group.rank % tp)])
+            dim, own = (_OF_EXPERTS[name.rpartition("mlp.")[2]] or 1) - 1, self._ranks.experts
+            offsets, sizes = shard_box(size, [(dim, own.tp, own.tp_rank)])
             need = box_need(size, offsets, sizes)
         else:
             _, need = local_part(name, size, self._config, self._group)
@@ -151,8 +151,9 @@ def local_part(
     """(shape, what it holds) of a rank's part of a weight."""
     of_experts = next((end for end in _OF_EXPERTS if name.endswith(end)), None)
     if of_experts is not None:
-        experts, dim = experts or Experts(tp=group.size), _OF_EXPERTS[of_experts]
-        within = [] if dim is None else [(dim, experts.tp, group.rank % experts.tp)]
+        experts = experts or Experts(tp=group.size, tp_rank=group.rank)
+        dim = _OF_EXPERTS[of_experts]
+        within = [] if dim is None else [(dim, experts.tp, experts.tp_rank)]
         offsets, sizes = shard_box(shape, [(0, experts.parts, experts.part), *within])
         return sizes, box_need(shape, offsets, sizes)
     if ".attention.qkv." in name and config.layers[int(name.split(".")[1])].attention == "gated_delta":

@@ -14,6 +14,9 @@ import numpy as np
 from armillary.engine.request.pooling import Pooling
 from armillary.engine.runner.step_input import Admitted, Extra, Ints, PooledTokens, PromptLogprobs, Shape, Step
 
+Array = np.ndarray
+_NUMBERS = {name: np.dtype(name) for name in ("int64", "float32", "float64")}
+"""dtypes of what steps give"""
 PREFIX = struct.Struct("<II")
 """bytes of the header, bytes of the arrays"""
 
@@ -25,6 +28,8 @@ class RankMessage:
 
     step: Step | None = None
     masks: dict[int, bytes] = field(default_factory=dict)
+    sizes: tuple[int, ...] = ()
+    """with data-parallel attention: tokens of the step on each dp rank"""
     adapter: tuple[int, str] | None = None
     """slot and folder"""
     transfer: dict[str, Any] | None = None
@@ -37,6 +42,7 @@ def encode(message: RankMessage) -> bytes:
     if message.step is not None:
         header["step"] = _step_header(message.step)
         header["masks"] = [[at, len(mask)] for at, mask in message.masks.items()]
+        header["sizes"] = message.sizes
         arrays = [*_step_arrays(message.step), *message.masks.values()]
     if message.adapter is not None:
         header["adapter"] = message.adapter
@@ -53,11 +59,39 @@ def decode(text: bytes | memoryview, data: bytes | memoryview) -> RankMessage:
     if "step" in header:
         message.step = _step(header["step"], at)
         message.masks = {where: at.take(size) for where, size in header["masks"]}
+        message.sizes = tuple(header["sizes"])
     if "adapter" in header:
         slot, folder = header["adapter"]
         message.adapter = slot, folder
     message.transfer = header.get("transfer")
     return message
+
+
+@dataclass(kw_only=True)
+class StepReport:
+    """What a step gave on a rank, as `executor.Launched` has it."""
+
+    tokens: Array | None = None
+    logprobs: Array | None = None
+    pooled: Array | None = None
+    prompts: list[Array] = field(default_factory=list)
+
+
+def encode_report(report: StepReport) -> bytes:
+    arrays = [report.tokens, report.logprobs, report.pooled, *report.prompts]
+    header = [None if array is None else [array.dtype.name, array.shape] for array in arrays]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    data = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays if array is not None)
+    return PREFIX.pack(len(text), len(data)) + text + data
+
+
+def decode_report(text: bytes | memoryview, data: bytes | memoryview) -> StepReport:
+    at = _Reader(data)
+    tokens, logprobs, pooled, *prompts = [
+        None if given is None else at.numbers(_NUMBERS[given[0]], *given[1]) for given in json.loads(bytes(text))
+    ]
+    known = [array for array in prompts if array is not None]
+    return StepReport(tokens=tokens, logprobs=logprobs, pooled=pooled, prompts=known)
 
 
 class _Reader:
@@ -69,8 +103,11 @@ class _Reader:
         return bytes(self._data[begin : self._at])
 
     def ints(self, *shape: int) -> Ints:
-        count = int(np.prod(shape))
-        return np.frombuffer(self.take(4 * count), dtype=np.int32).reshape(shape).copy()
+        return self.numbers(np.dtype(np.int32), *shape)
+
+    def numbers(self, dtype: Any, *shape: int) -> Array:
+        size = int(np.prod(shape)) * dtype.itemsize
+        return np.frombuffer(self.take(size), dtype=dtype).reshape(shape).copy()
 
 
 def _step_header(step: Step) -> dict[str, Any]:

@@ -7,11 +7,20 @@ collective. A closed connection means that the other rank has ended, which is no
 import os
 import secrets
 import socket
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
-from armillary.engine.runner.step_bytes import PREFIX, RankMessage, decode, encode
+from armillary.engine.runner.step_bytes import (
+    PREFIX,
+    RankMessage,
+    StepReport,
+    decode,
+    decode_report,
+    encode,
+    encode_report,
+)
 from armillary.errors import ArmillaryError
 
 _TOKEN_BYTES = 16
@@ -51,14 +60,21 @@ class StepSender:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sockets[int.from_bytes(hello[:4], "little")] = sock
 
-    def send(self, message: RankMessage) -> None:
-        """RankGone where a rank has ended."""
+    def send(self, message: RankMessage, to: Iterable[int] | None = None) -> None:
+        """To all other ranks, or to some of them. RankGone where a rank has ended."""
         data = encode(message)
-        for rank, sock in self._sockets.items():
+        for rank in self._sockets if to is None else to:
             try:
-                sock.sendall(data)
+                self._sockets[rank].sendall(data)
             except OSError as error:
                 raise RankGone(f"rank {rank} has ended ({error.strerror}); restart the engine") from None
+
+    def receive_report(self, rank: int) -> StepReport:
+        """What the next step gave on a rank that reports. RankGone where it has ended."""
+        body = _received_body(self._sockets[rank])
+        if body is None:
+            raise RankGone(f"rank {rank} has ended; restart the engine")
+        return decode_report(*body)
 
     def close(self) -> None:
         for sock in self._sockets.values():
@@ -80,12 +96,11 @@ class StepReceiver:
 
     def receive(self) -> RankMessage | None:
         """The next message; None where rank 0 has ended without a word."""
-        prefix = _received(self._sock, PREFIX.size)
-        if prefix is None:
-            return None
-        header, arrays = PREFIX.unpack(prefix)
-        body = _received(self._sock, header + arrays)
-        return None if body is None else decode(memoryview(body)[:header], memoryview(body)[header:])
+        body = _received_body(self._sock)
+        return None if body is None else decode(*body)
+
+    def send_report(self, report: StepReport) -> None:
+        self._sock.sendall(encode_report(report))
 
     def close(self) -> None:
         self._sock.close()
@@ -94,6 +109,16 @@ class StepReceiver:
 def _host() -> str:
     """Rank 0's, as launchers name it."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def _received_body(sock: socket.socket) -> tuple[memoryview, memoryview] | None:
+    """(header, arrays) of a message; None where the connection ended before."""
+    prefix = _received(sock, PREFIX.size)
+    if prefix is None:
+        return None
+    header, arrays = PREFIX.unpack(prefix)
+    body = _received(sock, header + arrays)
+    return None if body is None else (memoryview(body)[:header], memoryview(body)[header:])
 
 
 def _received(sock: socket.socket, size: int) -> bytearray | None:

@@ -5,7 +5,7 @@ more ranks than KV heads, several hold the same one. Every rank samples the toke
 same seeds, so that the next step finds them on its own device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -46,14 +46,14 @@ def local_kv_heads(config: ModelConfig, size: int) -> int:
 
 def shard(executor: FastExecutor, config: ModelConfig, group: Group, experts: Experts | None = None) -> None:
     """Leave this rank its shard of every GEMM: the weights are cut, or were loaded as shards (`load_shard`)."""
-    experts = experts or Experts(tp=group.size)
+    experts = experts or Experts(tp=group.size, tp_rank=group.rank)
     forward, loaded = executor.forward, is_sharded(executor.forward.model)
     for layer in forward.layers:
         if not loaded:
             _shard_weights(layer, config, group, experts)
-        _shard_rest(layer, config, group, experts)
-        if layer.mixture is not None and experts.parts > 1:
-            _own_experts(layer.mixture, experts, forward.kernels)
+        _shard_rest(layer, config, group)
+        if layer.mixture is not None:
+            divide_experts(layer.mixture, experts, forward.kernels)
     if experts.parts > 1:  # these choose experts themselves, and have them all
         forward.kernels = replace(forward.kernels, moe=None, grouped_moe=None)
     forward.query_group = config.heads // group.size // local_kv_heads(config, group.size)
@@ -95,7 +95,7 @@ def _shard_weights(layer: Layer, config: ModelConfig, group: Group, experts: Exp
         _shard_mixture(layer.mixture, group, experts)
 
 
-def _shard_rest(layer: Layer, config: ModelConfig, group: Group, experts: Experts) -> None:
+def _shard_rest(layer: Layer, config: ModelConfig, group: Group) -> None:
     """What belongs to heads; and biases of sums over ranks, which the first rank adds."""
     local = config.heads // group.size
     local_heads = slice(group.rank * local, (group.rank + 1) * local)
@@ -105,14 +105,10 @@ def _shard_rest(layer: Layer, config: ModelConfig, group: Group, experts: Expert
         sinks_N=None if sinks is None else sinks[local_heads].contiguous(),
         slopes_N=None if slopes is None else slopes[local_heads].contiguous(),
     )
-    if not group.rank:
-        return
-    for summed in (layer.out, layer.down):
+    for summed in (layer.out, layer.down) if group.rank else ():
         if summed is not None:
             assert isinstance(summed, Dense | PackedLinear)
             summed.bias = None
-    if layer.mixture is not None and group.rank % experts.tp:
-        _drop_bias(layer.mixture.experts)
 
 
 def _drop_bias(experts: AllExperts | PackedExperts) -> None:
@@ -164,12 +160,11 @@ def _shard_mixture(mixture: MixtureOfExperts, group: Group, part: Experts) -> No
     experts, shared = mixture.experts, mixture.shared
     own = part.own(mixture.moe.num_experts)
 
-    def local_shard(weight: Tensor, dim: int, size: int = group.size) -> torch.nn.Parameter:
-        part = weight.detach().chunk(size, dim)[group.rank % size]
-        return torch.nn.Parameter(part.contiguous(), requires_grad=False)
+    def local_shard(weight: Tensor, dim: int, size: int = group.size, rank: int = group.rank) -> torch.nn.Parameter:
+        return torch.nn.Parameter(weight.detach().chunk(size, dim)[rank].contiguous(), requires_grad=False)
 
     def of_experts(weight: Tensor, dim: int) -> torch.nn.Parameter:
-        return local_shard(weight[own.start : own.stop], dim, part.tp)
+        return local_shard(weight[own.start : own.stop], dim, part.tp, part.tp_rank)
 
     experts.up_E2FH, experts.down_EHF = of_experts(experts.up_E2FH, 1), of_experts(experts.down_EHF, 2)
     if experts.up_bias_E2F is not None and experts.down_bias_EH is not None:
@@ -194,7 +189,12 @@ class OwnExperts:
         return self.dispatch(experts, x_MH, weights_Mk, local_Mk, overlapped)
 
 
-def _own_experts(mixture: MixtureOfExperts, part: Experts, kernels: EngineKernels) -> None:
+def divide_experts(mixture: MixtureOfExperts, part: Experts, kernels: EngineKernels) -> None:
+    """Let a layer compute with its part of the experts only, whose results are added up over ranks."""
+    if part.tp_rank:
+        _drop_bias(mixture.experts)
+    if part.parts == 1:
+        return
     own = part.own(mixture.moe.num_experts)
     mixture.experts.moe = replace(mixture.moe, num_experts=len(own))
     grouped = None if isinstance(mixture.experts, PackedExperts) else kernels.grouped
@@ -287,16 +287,29 @@ class Leader:
         self.channel.close()
 
 
+class Reports(Protocol):
+    """Tells rank 0 what a step gave on this rank (`dp_leader`)."""
+
+    def put(self, launched: Launched) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Obeys(Protocol):
     """Exchanges this rank's part of KV blocks with another engine (`engine/disaggregation`)."""
 
     def obey(self, order: dict[str, Any]) -> None: ...
 
 
-def follow(executor: FastExecutor, transfer: Obeys | None = None) -> int:
+def follow(
+    executor: FastExecutor,
+    transfer: Obeys | None = None,
+    make_reports: Callable[[StepReceiver], Reports] | None = None,
+) -> int:
     """On the other ranks: run the steps that rank 0 sends until it stops; returns their number. RankGone where it ends
     without stopping them."""
     channel, count = StepReceiver(dist.get_rank()), 0
+    reports = None if make_reports is None else make_reports(channel)
     while True:
         message = channel.receive()
         if message is None:
@@ -312,9 +325,15 @@ def follow(executor: FastExecutor, transfer: Obeys | None = None) -> int:
             assert transfer is not None
             transfer.obey(message.transfer)
         elif message.step is None:
+            if reports is not None:
+                reports.close()
             channel.close()
             return count
         else:
+            if executor.forward.gathered_tokens is not None:
+                executor.forward.gathered_tokens.sizes = message.sizes
             with torch.inference_mode():
-                executor.run(message.step, Decision(count), message.masks)
+                launched = executor.run(message.step, Decision(count), message.masks)
+            if reports is not None and message.step.shape.tokens:
+                reports.put(launched)
             count += 1

@@ -77,7 +77,8 @@ def check_request_table(request_table: RequestTable) -> None:
     sleeping = [fork for seq in (*running, *waiting, *awaiting) for fork in seq.forks if fork.finish is None]
     everyone = Counter(map(id, joined(running, waiting, awaiting, sleeping)))
     _must(all(count == 1 for count in everyone.values()), "a sequence is in two places")
-    alive = [seq for sequences in request_table.requests.values() for seq in sequences if seq.finish is None]
+    unfinished = [seq for sequences in request_table.requests.values() for seq in sequences if seq.finish is None]
+    alive = [seq for seq in unfinished if seq.dp_rank == request_table.dp_rank]
     _must(set(map(id, alive)) == set(everyone), "a sequence is lost")
 
 

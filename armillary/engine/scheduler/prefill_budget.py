@@ -100,6 +100,7 @@ class PrefillPlanner:
         slowdown = settings.prefill_slowdown
         self.controller = None if slowdown is None else self._controller(slowdown)
         self._gives_way = False  # no limit while more sequences wait for their first token than decode
+        self.others_decode = False  # on another dp rank, in the same step
 
     def _controller(self, slowdown: float) -> PrefillController:
         tile, block = self._settings.query_tile, self._block_tokens
@@ -119,7 +120,7 @@ class PrefillPlanner:
     def budget(self, left: int, decodes: int, prompts: int) -> Budget:
         """Of a step with so many decodes that has `left` tokens for so many prompts."""
         settings = self._settings
-        if decodes and settings.prefill_tokens is not None:
+        if (decodes or self.others_decode) and settings.prefill_tokens is not None:
             left = min(left, settings.prefill_tokens)
         if not decodes or not prompts or self.controller is None or (self._gives_way and prompts > decodes):
             return Budget(tokens=left, most=left, attention_tokens=settings.attention_tokens)

@@ -33,6 +33,7 @@ class RequestTable:
         self.totals = Totals()
         self.prefix_reuse = PrefixReuse()
         self.adapters: set[str] = set()  # LoRA adapters that requests may name
+        self.dp_rank = -1  # that of its sequences (dp_scheduler)
 
     def prepare(self, request: Request, constraint: MakeConstraint | None) -> list[Sequence]:
         """Check a request and make its sequences: the work in proportion to the prompt. It changes nothing that steps

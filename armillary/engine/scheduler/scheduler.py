@@ -99,6 +99,11 @@ class Scheduler:
                 decision.has_finished = True
 
     @property
+    def caches(self) -> Items[KVCache]:
+        """Every KV cache that sequences are in."""
+        return (self.cache,)
+
+    @property
     def has_work(self) -> bool:
         return bool(self.request_table.requests)
 

@@ -8,6 +8,7 @@ off, and no step waits for a disk.
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,12 +28,12 @@ def step_gauges(scheduler: Scheduler, decision: Decision, left: int = 0) -> dict
 
 def state_gauges(scheduler: Scheduler) -> dict[str, float]:
     """Running and waiting sequences, KV cache usage, and totals so far."""
-    totals, cache = scheduler.totals, scheduler.cache
+    totals, caches = scheduler.totals, scheduler.caches
     return {
         "running": len(scheduler.request_table.running),
         "waiting": scheduler.request_table.num_waiting,
-        "kv_used_fraction": cache.used_fraction,
-        "kv_capacity_tokens": cache.num_blocks // len(cache.groups) * cache.block_tokens,
+        "kv_used_fraction": sum(cache.used_fraction for cache in caches) / len(caches),
+        "kv_capacity_tokens": sum(cache.capacity_tokens for cache in caches),
         "preemptions_total": totals.preempted,
         "recomputed_total": totals.recomputed,
         "prefix_queries_total": totals.looked_up,
@@ -46,7 +47,19 @@ def state_gauges(scheduler: Scheduler) -> dict[str, float]:
         "errors_total": totals.errors,
         "tokens_in_total": totals.tokens_in,
         "tokens_out_total": totals.tokens_out,
-    } | (_speculation_gauges(scheduler) | _offload_gauges(scheduler))
+    } | (_dp_gauges(scheduler) | _speculation_gauges(scheduler) | _offload_gauges(scheduler))
+
+
+def _dp_gauges(scheduler: Scheduler) -> dict[str, float]:
+    """How evenly requests are divided over dp ranks; none without data-parallel attention."""
+    if len(scheduler.caches) == 1:
+        return {}
+    counts = Counter(seq.dp_rank for seq in scheduler.request_table.running)
+    return {
+        "dp_ranks": len(scheduler.caches),
+        "dp_running_max": max(counts.values(), default=0),
+        "dp_kv_used_max_fraction": max(cache.used_fraction for cache in scheduler.caches),
+    }
 
 
 def _adapter_gauges(scheduler: Scheduler, decision: Decision) -> dict[str, float]:

@@ -169,11 +169,11 @@ def _load_adapters(llm: LLM, adapters: tuple[tuple[str, str], ...]) -> dict[str,
 
 
 def _started(llm: LLM, phases: list[tuple[str, float]], lost: dict[str, str]) -> EngineReady:
-    settings, cache = llm.engine.scheduler.settings, llm.engine.scheduler.cache
+    settings, caches = llm.engine.scheduler.settings, llm.engine.scheduler.caches
     return EngineReady(
         max_model_len=settings.max_model_len,
         phases=phases,
-        kv_tokens=cache.num_blocks // len(cache.groups) * cache.block_tokens,
+        kv_tokens=sum(cache.capacity_tokens for cache in caches),
         kv_text=llm.plan.text((settings.max_model_len,)).splitlines()[0],
         notes=llm.notes,
         lost_adapters=lost,

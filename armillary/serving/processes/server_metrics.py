@@ -24,8 +24,12 @@ _OF_SOME_ENGINES = (
     "kv_host_used_fraction",
     "decode_servers",
     "prefill_connected",
+    "dp_ranks",
+    "dp_running_max",
+    "dp_kv_used_max_fraction",
 )
-"""of models with experts; of speculative decoding; of KV blocks in host memory; of disaggregated prefill and decode"""
+"""of models with experts; of speculative decoding; of KV blocks in host memory; of disaggregated prefill and decode; of
+data-parallel attention"""
 _ENGINE_TOTALS = (
     "busy_s_total",
     "preemptions_total",

@@ -44,7 +44,11 @@ class Serve:
     for models that do not fit otherwise"""
     ep: int = 1
     """parts of the experts: as many groups of a stage's devices have whole experts of their own, instead of a part of
-    every expert; it divides --tp"""
+    every expert; it divides --tp, or --tp × dp_attention"""
+    dp_attention: int = 1
+    """copies of attention, each on --tp devices, with a KV cache and requests of its own (data-parallel attention), for
+    models with experts, which are divided over all copies' devices: n times as many tokens are cached where tp would
+    replicate the cache, as that of latent attention; max_running and max_tokens_per_step are of each copy"""
     block_tokens: int = 16
     """tokens per KV block"""
     max_tokens_per_step: int = 2048
@@ -185,7 +189,7 @@ class Serve:
     def __post_init__(self) -> None:
         sizes = ("max_model_len", "kv_bytes", "block_tokens", "max_tokens_per_step", "max_running", "prefill_tokens")
         at_least(self, "serve", 1, *sizes, "threads", "max_answer", "max_body_bytes", "max_draft")
-        at_least(self, "serve", 1, "pp", "ep")
+        at_least(self, "serve", 1, "pp", "ep", "dp_attention")
         if self.draft and self.speculate == "none":
             object.__setattr__(self, "speculate", "draft")
         at_least(self, "serve", 0, "max_adapters", "kv_host_bytes")
@@ -193,6 +197,7 @@ class Serve:
             raise BadRecipe("serve.kv_host_bytes keeps blocks of the prefix cache; leave serve.prefix_cache=true")
         at_least(self, "serve", 1, "adapter_rank", "prefill_min_tokens", "prefill_ahead_bytes")
         self._check_role()
+        self._check_dp_attention()
         if not self.adapter_on or not set(self.adapter_on) <= set(GROUPS):
             raise refuse(self, "serve", "adapter_on", f"some of {', '.join(GROUPS)}", "qkv,out")
         if self.adapters and not self.max_adapters:
@@ -210,6 +215,24 @@ class Serve:
         above_zero(self, "serve", "memory_fraction", most=1)
         if self.prefill_slowdown is not None and not 1.0 < self.prefill_slowdown < float("inf"):
             raise refuse(self, "serve", "prefill_slowdown", "above 1: prompts take some time", 2.0)
+
+    def _check_dp_attention(self) -> None:
+        """BadRecipe for what data-parallel attention cannot be combined with."""
+        if self.dp_attention == 1:
+            return
+        unable = {
+            f"serve.pp={self.pp}": self.pp > 1,
+            f"serve.speculate={self.speculate}": self.speculate != "none",
+            f"serve.role={self.role}": self.role != "combined",
+            "LoRA adapters": bool(self.adapters or self.max_adapters),
+            f"serve.kv_host_bytes={self.kv_host_bytes}": self.kv_host_bytes > 0,
+            f"serve.batching={self.batching}": self.batching != "continuous",
+            "serve.prefill_slowdown (take serve.prefill_tokens)": self.prefill_slowdown is not None,
+            "serve.emulate": self.emulate,
+        }
+        first = next((what for what, used in unable.items() if used), None)
+        if first is not None:
+            raise BadRecipe(f"serve.dp_attention={self.dp_attention} does not go with {first} yet; leave one out")
 
     def _check_role(self) -> None:
         """BadRecipe for what disaggregated prefill and decode cannot be combined with."""
@@ -230,6 +253,10 @@ class Serve:
             raise BadRecipe(f"serve.role={self.role} sends no {what}; take serve.speculate=ngram")
         if self.emulate:
             raise BadRecipe(f"serve.role={self.role} needs an engine that computes; leave serve.emulate=false")
+
+    def ranks(self, tp: int) -> int:
+        """Ranks of one engine with so much tensor parallelism."""
+        return tp * self.pp * self.dp_attention
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,7 @@ def test_shards_of_latent_attention_add_up(q_rank: int | None) -> None:
     for rank in range(2):
         layer, group = make_layer(block, 0, 0), Group(name="", size=2, rank=rank)
         _shard_weights(layer, config, group, Experts(tp=2))
-        _shard_rest(layer, config, group, Experts(tp=2))
+        _shard_rest(layer, config, group)
         parts.append(output(layer))
     torch.testing.assert_close(sum(parts), output(make_layer(block, 0, 0)), rtol=1e-10, atol=1e-10)
 

@@ -1,0 +1,176 @@
+"""The scheduler of data-parallel attention: one queue, and a scheduler for the KV cache of every dp rank.
+
+A request waits in the common queue until a dp rank has a free row and free blocks for its prompt; it goes to the rank
+that has much of the prompt in its prefix cache, else to the one with most free blocks, and stays there: preempted, it
+waits for its own rank. All ranks take part in every step, since their experts are shared.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+
+from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.cache.prefix_lookup import cached_blocks
+from armillary.engine.request.sequence import Sequence
+from armillary.engine.scheduler.decision import Decision, Ending, Outcome
+from armillary.engine.scheduler.request_table import RequestTable
+from armillary.engine.scheduler.scheduler import Scheduler
+from armillary.engine.scheduler.settings import Settings
+
+_MUCH = 0.5
+"""share of a prompt's blocks in a rank's prefix cache from which on it goes there, however full that rank is; the
+default of SGLang's cache-aware router (cache_threshold)"""
+
+
+class DpDecision(Decision):
+    """One step of all dp ranks: what they compute, one rank after the other."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, number: int, parts: Items[Decision], now: float) -> None:
+        super().__init__(number)
+        self.parts, self.decided_at = parts, now
+        for part in parts:
+            self.decodes += part.decodes
+            self.positions += part.positions
+            self.chunks += part.chunks
+            self.sampling = self.sampling + part.sampling  # of a part, it may be the list of its decodes
+            self.preempted += part.preempted
+            self.ended += part.ended
+
+
+class CommonTable(RequestTable):
+    """The requests of all ranks, and the queue of those that have none yet."""
+
+    def __init__(self, settings: Settings, cache: KVCache) -> None:
+        super().__init__(settings, cache)
+        self.tables: list[RequestTable] = []  # of the ranks
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + sum(table.num_waiting for table in self.tables)
+
+    def wake_at(self, now: float) -> float | None:
+        return now if any(table.num_waiting for table in self.tables) else super().wake_at(now)
+
+    def refresh(self) -> None:
+        """After a change on a rank."""
+        self.running = [seq for table in self.tables for seq in table.running]
+
+
+class DpScheduler(Scheduler):
+    """Decides the steps of all dp ranks together."""
+
+    request_table: CommonTable
+
+    def __init__(self, settings: Settings, caches: Items[KVCache]) -> None:
+        super().__init__(settings, caches[0])
+        self.ranks = [Scheduler(settings, cache) for cache in caches]
+        self.request_table = CommonTable(settings, caches[0])
+        self.totals, self._number = self.request_table.totals, 0
+        for dp_rank, rank in enumerate(self.ranks):
+            self._share(rank, dp_rank)
+
+    def _share(self, rank: Scheduler, dp_rank: int) -> None:
+        """Ranks have rows and blocks of their own; requests and totals are common."""
+        common, table = self.request_table, rank.request_table
+        table.requests, table.deadlines, table.adapters = common.requests, common.deadlines, common.adapters
+        table.totals = rank.totals = common.totals
+        table.prefix_reuse, table.dp_rank = common.prefix_reuse, dp_rank
+        common.tables.append(table)
+
+    @property
+    def caches(self) -> Items[KVCache]:
+        return [rank.cache for rank in self.ranks]
+
+    @property
+    def unsettled(self) -> bool:
+        return any(rank.unsettled for rank in self.ranks)
+
+    def schedule(self, now: float) -> DpDecision:
+        assert len(self.under_way) <= 1, "update the step before last first"
+        self._number += 1
+        expired = self.request_table.deadlines.expired(now)
+        self._end([(seq, Ending("deadline")) for seq in expired], now)
+        self._assign()
+        decodes = [any(not seq.is_prefilling for seq in rank.request_table.running) for rank in self.ranks]
+        for dp_rank, rank in enumerate(self.ranks):
+            rank.prefill.others_decode = any(decodes[:dp_rank] + decodes[dp_rank + 1 :])
+        decision = DpDecision(self._number, [rank.schedule(now) for rank in self.ranks], now)
+        decision.ended += expired
+        self.under_way.append(decision)
+        self.request_table.refresh()
+        return decision
+
+    def _assign(self) -> None:
+        """Move requests from the common queue to ranks, in order, until none can take the first."""
+        waiting, tables = self.request_table.waiting, self.request_table.tables
+        if waiting.first() is None:
+            return
+        free = [_free_blocks(rank) for rank in self.ranks]
+        while (seq := waiting.first()) is not None:
+            able = [r for r, rank in enumerate(self.ranks) if _takes(rank, seq, free[r])]
+            if not able:
+                return
+            dp_rank = self._best(seq, able, free)
+            waiting.pop()
+            for each in (seq, *seq.forks):
+                each.dp_rank = dp_rank
+            tables[dp_rank].waiting.push(seq)
+            free[dp_rank] -= seq.blocks_at_start
+
+    def _best(self, seq: Sequence, able: list[int], free: list[int]) -> int:
+        cached = {r: cached_blocks(self.ranks[r].cache, seq) for r in able}
+        enough = _MUCH * (len(seq.tokens) // self.cache.block_tokens)
+        return max(able, key=lambda r: (cached[r] if cached[r] and cached[r] >= enough else 0, free[r], -r))
+
+    def update(self, decision: Decision, tokens: Items[int], now: float) -> Outcome:
+        assert isinstance(decision, DpDecision) and decision is self.under_way[0], "steps are updated in their order"
+        self.under_way.popleft()
+        outcome, first = Outcome([], [], []), 0
+        for rank, part in zip(self.ranks, decision.parts, strict=True):
+            count = len(part.sampling)
+            own = rank.update(part, tokens[first : first + count], now)
+            first += count
+            outcome = Outcome(
+                outcome.sequences + own.sequences, outcome.tokens + own.tokens, outcome.finished + own.finished
+            )
+        assert first == len(tokens), f"{len(tokens)} tokens for {first} sequences"
+        self.request_table.refresh()
+        return outcome
+
+    def retreat(self, decision: Decision, now: float, error: str) -> None:
+        assert isinstance(decision, DpDecision) and decision is self.under_way[-1], "only the last can be taken back"
+        self.under_way.pop()
+        for rank, part in zip(self.ranks, decision.parts, strict=True):
+            rank.retreat(part, now, error)
+        self.request_table.refresh()
+
+    def fail(self, now: float, error: str) -> list[Sequence]:
+        self.under_way.clear()
+        ended = [seq for rank in self.ranks for seq in rank.fail(now, error)]
+        self.request_table.refresh()
+        return ended
+
+    def _end(self, ended: Iterable[tuple[Sequence, Ending]], now: float) -> None:
+        for seq, ending in ended:
+            if seq.dp_rank < 0:
+                self.request_table.end(seq, ending.finish, now, ending.error)
+            else:
+                self.ranks[seq.dp_rank]._end([(seq, ending)], now)
+        self.request_table.refresh()
+
+
+def _free_blocks(rank: Scheduler) -> int:
+    """Without those that prompts on their way will need."""
+    table = rank.request_table
+    prompts = [seq for seq in table.running if seq.is_prefilling]
+    needed = sum(max(0, seq.blocks_at_start - seq.num_blocks) for seq in prompts)
+    return rank.cache.available - needed - sum(seq.blocks_at_start for seq in table.waiting)
+
+
+def _takes(rank: Scheduler, seq: Sequence, free: int) -> bool:
+    """Whether a rank has a row and blocks for a sequence; an idle one has whatever a request may need."""
+    table = rank.request_table
+    if not table.running and not len(table.waiting):
+        return True
+    return len(table.waiting) < len(table.rows) and seq.blocks_at_start <= free

@@ -1,0 +1,259 @@
+"""Data-parallel attention gives the tokens of one rank, with a KV cache per rank and divided experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from armillary.engine.llm import LLM
+from armillary.engine.request.pooling import Pooling
+from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.runner.rank_layout import check_division
+from armillary.engine.runner.step_bytes import PREFIX, StepReport, decode_report, encode_report
+from armillary.engine.runner.token_gather import GatheredTokens
+from armillary.errors import BadInput, BadLayout, BadRecipe
+from armillary.model.moe.packed_experts import PackedExperts
+from armillary.model.quantizing.quantize_model import quantize
+from armillary.model.weights.hf_weights import load_model
+from armillary.parallel.collectives import Group, all_reduce
+from armillary.parallel.world import join_world
+from armillary.spec.tables.serve import Serve
+from armillary.store.home import Home
+from armillary.store.resolve_model import resolve_model
+from tests.engine.runner.test_rank_layout import EXPERTS, SPARSE, saved
+from tests.model.layers.test_attention_forms import small
+from tests.ranks import Ranks
+
+TABLE = Serve(
+    block_tokens=4,
+    kv_bytes=400_000,
+    max_running=4,
+    max_model_len=48,
+    max_tokens_per_step=16,
+    dtype="fp32",
+    check_every=1,
+)
+PROMPTS = [[2 + i % 3, 3, 4, 5] * (1 + i % 4) for i in range(9)]
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+MORE = (
+    SamplingParams(max_tokens=8, temperature=1.0, seed=3, frequency_penalty=0.4, logprobs=2, n=2),
+    SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1),
+    SamplingParams(max_tokens=1, pooling=Pooling(mode="mean")),
+)
+
+
+def generated(llm: LLM) -> list[Any]:
+    """Everything that a rank tells another: tokens, log-probabilities, vectors."""
+    completions = [made for params in (GREEDY, *MORE) for made in llm.generate(PROMPTS, params)]
+    return [
+        (
+            made.error,
+            made.tokens,
+            rounded(made.logprobs),
+            rounded(made.prompt_logprobs),
+            np.round(made.pooled, 4).tolist(),
+        )
+        for made in completions
+    ]
+
+
+def rounded(logprobs: list[Any]) -> list[Any]:
+    return [(each.token, round(each.value, 4), [token for token, _ in each.top]) for each in logprobs]
+
+
+def served(where: str, table: Serve) -> dict[str, Any]:
+    """On each rank."""
+    with join_world("cpu") as world, LLM(where, table, world=world) as llm:
+        executor: Any = llm.engine.loop.executor
+        model = executor.executor.forward.model
+        weights = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        if world.rank:
+            return {"weights": weights, "steps": llm.follow()}
+        alone = [made.tokens for made in llm.generate(PROMPTS[:1], GREEDY)]
+        every = generated(llm)
+        return {"weights": weights, "alone": alone, "every": every, "state": llm.engine.state()}
+
+
+def all_served(folders: list[str], tables: list[Serve]) -> list[dict[str, Any]]:
+    return [served(folder, table) for folder, table in zip(folders, tables, strict=True)]
+
+
+def check(ranks: Ranks, folders: list[Path], size: int, **layout: int) -> list[list[dict[str, Any]]]:
+    """The same from several ranks as from one, which has a cache of the same size."""
+    names, table = [str(folder) for folder in folders], replace(TABLE, **layout)
+    found = ranks.run(size, all_served, names, [table] * len(names))
+    for at, folder in enumerate(folders):
+        llm, first = LLM(folder, TABLE, device="cpu"), found[0][at]
+        assert first["alone"] == [made.tokens for made in llm.generate(PROMPTS[:1], GREEDY)], folder
+        assert first["every"] == generated(llm), folder
+        assert all(other[at]["steps"] > 5 for other in found[1:])
+        state, own = first["state"], llm.engine.state()
+        copies = layout["dp_attention"]
+        assert state["kv_capacity_tokens"] == copies * own["kv_capacity_tokens"] and state["dp_ranks"] == copies
+        assert state["prefix_hits_total"] > 0 and not state["running"] and not state["kv_used_fraction"]
+    return found
+
+
+def test_two_ranks_give_the_tokens_of_one(ranks: Ranks, tmp_path: Path) -> None:
+    """Experts with latent attention and a shared expert, and experts divided within each."""
+    found = check(ranks, [saved(tmp_path, "deepseek_v3")], 2, dp_attention=2, ep=2)
+    model = load_model(tmp_path / "deepseek_v3", dtype="fp32")
+    for rank in found:
+        for name, parameter in model.named_parameters():
+            divided = ".experts." in name
+            assert rank[0]["weights"][name] == parameter.numel() // (1 + divided) or not rank[0]["weights"][name], name
+
+
+def test_experts_are_chosen_by_the_tokens_of_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    counts = ranks.run(2, chosen, str(saved(tmp_path, "mixtral")))
+    assert counts[0] == counts[1] == alone_chosen(tmp_path / "mixtral")
+
+
+def chosen(where: str) -> list[list[int]]:
+    with join_world("cpu") as world, LLM(where, replace(TABLE, dp_attention=2, prefix_cache=False), world=world) as llm:
+        leader: Any = llm.engine.loop.executor
+        if world.rank:
+            llm.follow()
+        else:
+            llm.generate(PROMPTS, replace(GREEDY, ignore_eos=True))
+        return leader.executor.forward.expert_counts_LE.tolist()  # type: ignore[no-any-return]
+
+
+def alone_chosen(folder: Path) -> list[list[int]]:
+    """In the last layer, one rank drops what is not sampled from before the experts."""
+    llm = LLM(folder, replace(TABLE, prefix_cache=False), device="cpu")
+    executor: Any = llm.engine.loop.executor
+    executor.forward.keep = lambda inputs, hidden: None
+    llm.generate(PROMPTS, replace(GREEDY, ignore_eos=True))
+    return executor.forward.expert_counts_LE.tolist()  # type: ignore[no-any-return]
+
+
+def preempted(where: str, kv_bytes: int) -> Any:
+    table = replace(TABLE, dp_attention=2, kv_bytes=kv_bytes, max_model_len=28)
+    with join_world("cpu") as world, LLM(where, table, world=world) as llm:
+        if world.rank:
+            return llm.follow()
+        for rank in llm.engine.scheduler.ranks:  # type: ignore[attr-defined]
+            rank.admission.reserve, rank.admission.learns = 0.0, False
+        found = [made.tokens for made in llm.generate(PROMPTS, GREEDY)]
+        return found, llm.engine.state()["preemptions_total"]
+
+
+def test_preempted_requests_give_the_same_tokens(ranks: Ranks, tmp_path: Path) -> None:
+    llm = LLM(saved(tmp_path, "mixtral"), TABLE, device="cpu")
+    (found, count), _ = ranks.run(2, preempted, str(tmp_path / "mixtral"), 10 * llm.plan.block_bytes)
+    assert found == [made.tokens for made in llm.generate(PROMPTS, GREEDY)] and count > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (2, {"dp_attention": 2}),
+        (4, {"dp_attention": 4, "ep": 4}),
+        (4, {"dp_attention": 4, "ep": 2}),
+        (4, {"dp_attention": 2, "ep": 4}),
+        (4, {"dp_attention": 2, "ep": 2}),
+        (4, {"dp_attention": 2}),
+    ],
+    ids=str,
+)
+def test_ranks_of_every_kind(ranks: Ranks, tmp_path: Path, size: int, layout: dict[str, int]) -> None:
+    """tp is what is left: 2, or 1."""
+    check(ranks, [saved(tmp_path, name) for name in SPARSE], size, **layout)
+
+
+@pytest.mark.slow
+def test_quantized_experts(ranks: Ranks, tmp_path: Path) -> None:
+    plain = saved(tmp_path, "mixtral", tie_word_embeddings=False)
+    quantize(resolve_model(str(plain), Home.at(tmp_path), need_weights=True), tmp_path / "packed", "fp8")
+    assert isinstance(load_model(tmp_path / "packed", packed=True).blocks["0"].mlp.experts, PackedExperts)
+    for layout in ({"ep": 2}, {"ep": 1}):
+        check(ranks, [tmp_path / "packed"], 2, dp_attention=2, **layout)
+
+
+def gathered(sizes: tuple[int, ...], dtype: torch.dtype, by_sum: bool) -> list[Any]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    dp = Group(name=group.group_name, size=len(sizes), rank=rank)
+    add = partial(all_reduce, group=dp)
+    tokens = GatheredTokens(dp, add, add if by_sum else None)
+    tokens.sizes, own = sizes, sizes[rank]
+    x = torch.arange(own * 3, dtype=dtype).view(own, 3) + 100 * rank
+    weights, experts = torch.full((own, 2), 0.5 + rank, dtype=torch.float32), torch.full((own, 2), 300 + rank)
+    parts = tokens.gather(x, weights, experts)
+    return [*(part.tolist() for part in parts), [part.dtype for part in parts], tokens.own(own)]
+
+
+@pytest.mark.parametrize("by_sum", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 1), (0, 3), (2, 2)], ids=str)
+def test_tokens_of_every_rank_are_gathered_in_order(
+    ranks: Ranks, sizes: tuple[int, int], dtype: torch.dtype, by_sum: bool
+) -> None:
+    first, second = ranks.run(2, gathered, sizes, dtype, by_sum)
+    assert first[:4] == second[:4]
+    x, weights, experts, dtypes, own = first
+    assert dtypes == [dtype, dtype, torch.int64]
+    assert x == [[100.0 * rank + 3 * i + j for j in range(3)] for rank, size in enumerate(sizes) for i in range(size)]
+    assert weights == [[0.5 + rank] * 2 for rank, size in enumerate(sizes) for _ in range(size)]
+    assert experts == [[300 + rank] * 2 for rank, size in enumerate(sizes) for _ in range(size)]
+    assert (own, second[4]) == (slice(0, sizes[0]), slice(sizes[0], sum(sizes)))
+
+
+def test_reports_travel_as_bytes() -> None:
+    rng = np.random.default_rng(0)
+    report = StepReport(
+        tokens=rng.integers(0, 9, 3), pooled=rng.random(4, dtype=np.float32), prompts=[rng.random((2, 5))]
+    )
+    data = encode_report(report)
+    header, _ = PREFIX.unpack(data[: PREFIX.size])
+    found = decode_report(data[PREFIX.size : PREFIX.size + header], data[PREFIX.size + header :])
+    assert found.logprobs is None and found.tokens is not None and found.pooled is not None
+    for got, given in zip(
+        (found.tokens, found.pooled, *found.prompts), (report.tokens, report.pooled, *report.prompts), strict=True
+    ):
+        np.testing.assert_array_equal(got, given)
+        assert got.dtype == given.dtype  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"pp": 2}, "serve.pp=2"),
+        ({"speculate": "ngram"}, "serve.speculate=ngram"),
+        ({"role": "prefill", "prefill": "here:1"}, "serve.role=prefill"),
+        ({"max_adapters": 1}, "LoRA adapters"),
+        ({"kv_host_bytes": 100}, "serve.kv_host_bytes=100"),
+        ({"batching": "static"}, "serve.batching=static"),
+        ({"prefill_slowdown": 2.0}, r"serve.prefill_slowdown \(take serve.prefill_tokens\)"),
+        ({"emulate": True}, "serve.emulate"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_it_is_refused(settings: dict[str, Any], what: str) -> None:
+    with pytest.raises(BadRecipe, match=f"serve.dp_attention=2 does not go with {what} yet; leave one out"):
+        Serve(dp_attention=2, **settings)
+
+
+def test_models_without_experts_are_refused() -> None:
+    with pytest.raises(BadLayout, match=r"small has no experts to divide over serve\.dp_attention=2 ranks"):
+        check_division(small(name="small"), tp=1, dp=2)
+
+
+def test_experts_divide_all_ranks() -> None:
+    check_division(small(name="small", moe=EXPERTS), tp=1, dp=4, ep=4)
+    with pytest.raises(BadLayout, match=r"serve\.ep=3 does not divide 4 ranks, 4 experts"):
+        check_division(small(name="small", moe=EXPERTS), tp=1, dp=4, ep=3)
+
+
+def test_it_needs_ranks(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"serve\.dp_attention=2 needs as many ranks"):
+        LLM(saved(tmp_path, "mixtral"), replace(TABLE, dp_attention=2), device="cpu")

@@ -1,0 +1,206 @@
+"""One queue and a KV cache per dp rank, with a stand-in for model and executor."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Items
+from typing import Any
+
+import pytest
+
+from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.request.request import Request
+from armillary.engine.scheduler.decision import Decision
+from armillary.engine.scheduler.dp_scheduler import DpDecision, DpScheduler
+from armillary.engine.scheduler.invariants import check_idle
+from armillary.engine.scheduler.settings import Settings
+from armillary.engine.scheduler.step_loop import Loop, StepTooLarge
+from tests.engine.fake import EOS, VOCAB, FakeExecutor, ask, expected
+
+
+def make_scheduler(num_ranks: int = 2, num_blocks: int = 12, *, prefix: bool = True, **settings: Any) -> DpScheduler:
+    given = {
+        "max_model_len": 64,
+        "vocab": VOCAB,
+        "eos_ids": frozenset({EOS}),
+        "max_tokens_per_step": 16,
+        "max_running": 4,
+        "check_every": 1,
+    } | settings
+    caches = [KVCache(num_blocks + 1, 4, prefix=prefix, step_tokens=16) for _ in range(num_ranks)]
+    return DpScheduler(Settings(**given), caches)
+
+
+class Executors:
+    """One per dp rank; `small` steps find no memory."""
+
+    def __init__(self, scheduler: DpScheduler, small: Items[int] = ()) -> None:
+        self.ranks = [FakeExecutor(cache, scheduler.settings.max_running) for cache in scheduler.caches]
+        self.steps, self.small = 0, small
+
+    def launch(self, decision: Decision) -> list[int]:
+        assert isinstance(decision, DpDecision)
+        self.steps += 1
+        if self.steps in self.small:
+            raise StepTooLarge("no memory")
+        return [
+            token
+            for rank, part in zip(self.ranks, decision.parts, strict=True)
+            if not part.empty
+            for token in rank.launch(part)
+        ]
+
+    def tokens(self, drawn: list[int]) -> list[int]:
+        return drawn
+
+
+def run(
+    scheduler: DpScheduler,
+    requests: Items[Request],
+    *,
+    overlap: bool = False,
+    every: int = 0,
+    small: Items[int] = (),
+) -> dict[str, Any]:
+    """Serve `requests`, a new one each `every` steps (0: all at once), until all are done; id -> sequence."""
+    loop = Loop(scheduler, Executors(scheduler, small), overlap=overlap, clock=lambda: float(number))
+    left, answers = list(requests), {}
+    for number in range(5000):
+        for request in left[: 1 if every else len(left)] if not every or not number % every else ():
+            answers |= {seq.id: seq for seq in scheduler.submit(request, float(number))}
+            left.remove(request)
+        loop.step()
+        if not left and not scheduler.has_work and not scheduler.under_way:
+            break
+    else:
+        raise AssertionError("not done")
+    for rank in scheduler.ranks:
+        check_idle(rank)
+    assert not scheduler.request_table.running and not scheduler.request_table.num_waiting
+    return answers
+
+
+def prompts(count: int, seed: int = 0, most: int = 30) -> list[list[int]]:
+    rng = random.Random(seed)
+    starts = [[rng.randrange(2, VOCAB) for _ in range(rng.randrange(4, 16))] for _ in range(3)]
+    return [
+        rng.choice(starts) + [rng.randrange(2, VOCAB) for _ in range(rng.randrange(1, most - 16))] for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("num_ranks", "every"), [(2, 0), (3, 2), (4, 1)])
+def test_every_answer_is_that_of_one_request_alone(num_ranks: int, every: int, overlap: bool) -> None:
+    scheduler = make_scheduler(num_ranks, reserve=0.0)
+    requests = [ask(f"r{i}", prompt, 14, n=1 + (i % 5 == 0)) for i, prompt in enumerate(prompts(24))]
+    answers = run(scheduler, requests, overlap=overlap, every=every)
+    assert len(answers) == 29 and scheduler.totals.hits > 0
+    for seq in answers.values():
+        assert seq.output == expected(seq.request, seq.index, max_model_len=64), seq.id
+    assert {seq.dp_rank for seq in answers.values()} == set(range(num_ranks))
+
+
+def test_preempted_requests_are_computed_again_on_their_rank() -> None:
+    scheduler = make_scheduler(2, reserve=0.0, prefix=False)
+    requests = [ask(f"r{i}", [2 + i] * 12, 24, ignore_eos=True) for i in range(8)]
+    answers = run(scheduler, requests)
+    assert scheduler.totals.preempted > 0
+    assert all(seq.output == expected(seq.request, eos=None) for seq in answers.values())
+
+
+def test_requests_go_to_the_rank_with_most_free_blocks() -> None:
+    scheduler = make_scheduler(2)
+    sizes = (20, 4, 4, 4)
+    sequences = [scheduler.submit(ask(f"r{i}", [2 + i] * size), 0.0)[0] for i, size in enumerate(sizes)]
+    scheduler.schedule(0.0)
+    assert [seq.dp_rank for seq in sequences] == [0, 1, 1, 1]
+
+
+def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
+    scheduler, prompt = make_scheduler(2), list(range(2, 22))
+    run(scheduler, [ask("first", prompt, 4)])
+    filler = scheduler.submit(ask("filler", [40] * 4, 30), 0.0)[0]
+    scheduler.schedule(0.0)
+    assert filler.dp_rank == 0  # so the other has more free blocks
+    same, other = (
+        scheduler.submit(ask(name, text), 1.0)[0] for name, text in (("same", prompt), ("other", prompt[::-1]))
+    )
+    scheduler.schedule(1.0)
+    assert same.dp_rank == 0 and same.cached_tokens == 16
+    assert other.dp_rank == 1
+
+
+def test_completions_of_a_request_share_a_rank() -> None:
+    answers = run(make_scheduler(2), [ask("a", [3] * 9, n=3), ask("b", [4] * 9, n=3)])
+    ranks = {name: {seq.dp_rank for seq in answers.values() if seq.request.id == name} for name in "ab"}
+    assert ranks == {"a": {0}, "b": {1}}
+
+
+def test_n_ranks_hold_n_times_as_many_tokens() -> None:
+    most = []
+    for num_ranks in (1, 2, 4):
+        scheduler = make_scheduler(num_ranks, reserve=1.0, prefix=False)
+        for i in range(20):
+            scheduler.submit(ask(f"r{i}", [2 + i] * 15, 8, ignore_eos=True), 0.0)
+        for step in range(4):
+            decision = scheduler.schedule(float(step))
+            scheduler.update(decision, [5] * len(decision.sampling), step + 0.5)
+        most.append(len(scheduler.request_table.running))
+    assert most == [2, 4, 8]
+
+
+def test_a_request_waits_for_the_rank_that_is_free_first() -> None:
+    scheduler = make_scheduler(2, max_running=1, max_tokens_per_step=64)
+    short, long = (
+        scheduler.submit(ask(name, [3] * 8, most, ignore_eos=True), 0.0)[0] for name, most in (("s", 2), ("l", 20))
+    )
+    third = scheduler.submit(ask("third", [4] * 8, 2), 0.0)[0]
+    while third.dp_rank < 0:
+        decision = scheduler.schedule(0.0)
+        assert scheduler.request_table.num_waiting == (third.dp_rank < 0)
+        scheduler.update(decision, [5] * len(decision.sampling), 0.0)
+    assert third.dp_rank == short.dp_rank != long.dp_rank and short.finish == "length" and long.finish is None
+
+
+def test_requests_end_wherever_they_are() -> None:
+    scheduler = make_scheduler(2, max_running=1)
+    runs, waits, expires = (
+        scheduler.submit(ask(name, [3] * 8, 30, ignore_eos=True, timeout_s=time), 0.0)[0]
+        for name, time in (("runs", None), ("waits", None), ("expires", 5.0))
+    )
+    late = scheduler.submit(ask("late", [3] * 8, timeout_s=5.0), 0.0)[0]
+    scheduler.update(scheduler.schedule(0.0), [5, 5], 0.0)
+    assert (runs.dp_rank, waits.dp_rank, expires.dp_rank) == (0, 1, -1)
+    assert scheduler.abort("runs", 1.0) == [runs] and scheduler.abort("waits", 1.0) == [waits]
+    scheduler.schedule(2.0)
+    assert expires.dp_rank >= 0 and late.dp_rank >= 0
+    assert set(scheduler.schedule(6.0).ended) == {expires, late} and not scheduler.has_work
+
+
+def test_a_rank_without_rows_has_an_empty_part() -> None:
+    scheduler = make_scheduler(2)
+    scheduler.submit(ask("alone", [3] * 8), 0.0)
+    decision = scheduler.schedule(0.0)
+    assert [part.empty for part in decision.parts] == [False, True] and not decision.empty
+
+
+def test_steps_without_memory_are_smaller_on_every_rank() -> None:
+    requests = [ask(f"r{i}", prompt, 8) for i, prompt in enumerate(prompts(6))]
+    answers = run(make_scheduler(2), requests, small=(2, 5))
+    assert all(seq.output == expected(seq.request) for seq in answers.values())
+
+
+def test_a_step_that_fails_ends_the_requests_in_it() -> None:
+    scheduler = make_scheduler(2)
+    in_step = [scheduler.submit(ask(f"r{i}", [3 + i] * 8), 0.0)[0] for i in range(2)]
+    scheduler.schedule(0.0)
+    assert scheduler.fail(1.0, "broken") == in_step and not scheduler.has_work and not scheduler.under_way
+
+
+def test_prefill_is_limited_while_another_rank_decodes() -> None:
+    scheduler = make_scheduler(2, prefill_tokens=4, num_blocks=30)
+    scheduler.submit(ask("decodes", [3] * 8, 20, ignore_eos=True), 0.0)
+    scheduler.update(scheduler.schedule(0.0), [5], 0.0)
+    scheduler.submit(ask("prompt", [4] * 20), 1.0)
+    decision = scheduler.schedule(1.0)
+    assert [len(part.decodes) for part in decision.parts] == [1, 0] and decision.num_prefill_tokens == 4
