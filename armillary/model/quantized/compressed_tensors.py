@@ -39,7 +39,9 @@ def read_fp8(stored: Stored, module: str, shape: tuple[int, int], scale_name: st
     """E4M3 codes with a scale per tensor, row, or block of `block` rows and columns."""
     name = f"{module}.weight"
     codes = check_shape(name, stored.get(name, E4M3), *shape)
-    scale, (rows, columns) = stored.get(scale_name, *FLOATS), shape
+    scale, (rows, columns) = stored.get(scale_name, *FLOATS, torch.float8_e8m0fnu), shape
+    if scale.dtype == torch.float8_e8m0fnu:  # powers of two; too few bits for arithmetic
+        scale = scale.float()
     if block is None:
         return _packed(
             Fp8(group=columns), columns, codes=codes.view(torch.uint8), scale=_of_rows(scale, scale_name, rows)

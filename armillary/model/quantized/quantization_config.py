@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -91,15 +92,50 @@ def _pattern(text: str) -> re.Pattern[str]:
 def _fp8(table: dict[str, Any]) -> ReadModule:
     """Blocks of 128 × 128 as in DeepSeek-V3, or one scale per tensor."""
     block = table.get("weight_block_size")
+    divides = table.get("weight_scale_semantics") == "inverse"  # gptqmodel's weight_scale_inv; DeepSeek's multiplies
 
     def read(stored: Stored, module: str, shape: tuple[int, int]) -> PackedRows | None:
         stored.skip(f"{module}.input_scale", f"{module}.activation_scale")
         for end in ("weight_scale_inv", "weight_scale"):
             if stored.has(f"{module}.{end}"):
-                return compressed_tensors.read_fp8(stored, module, shape, f"{module}.{end}", block)
+                packed = compressed_tensors.read_fp8(stored, module, shape, f"{module}.{end}", block)
+                return _with_reciprocal_scales(packed) if divides and end == "weight_scale_inv" else packed
         return None
 
     return read
+
+
+def _with_reciprocal_scales(packed: PackedRows) -> PackedRows:
+    return replace(packed, rows=packed.rows | {"scale": packed.rows["scale"].float().reciprocal()})
+
+
+def _auto_round(table: dict[str, Any]) -> ReadModule:
+    """auto-round's own files are in one of the other formats, which `packing_format` names; fp8 goes without."""
+    packing = str(table.get("packing_format") or "").removeprefix("auto_round:")
+    kind, bits = str(table.get("data_type", "int")), table.get("bits")
+    if table.get("rotation_config"):
+        raise BadModel("auto-round weights with rotation_config are not supported; take those without")
+    if kind == "fp" and bits == 8:
+        return _fp8(table)
+    if packing == "llm_compressor" and kind in ("mx_fp", "nv_fp", "nv_fp4_with_static_gs"):
+        weights = {"num_bits": bits, "type": "float"}
+        return _compressed_tensors({"config_groups": {"": {"targets": ["Linear"], "weights": weights}}})
+    if kind == "int" and packing in _AUTO_ROUND:
+        method, version = _AUTO_ROUND[packing]
+        return _READERS[method](table | version)
+    raise BadModel(
+        f"auto-round's packing_format {one_line(packing[:40])!r} of data_type {one_line(kind[:40])!r} is not supported; "
+        "export the model as auto_gptq, auto_awq or llm_compressor"
+    )
+
+
+_AUTO_ROUND: dict[str, tuple[str, dict[str, str]]] = {
+    "auto_gptq": ("gptq", {"checkpoint_format": "gptq"}),
+    "gptqmodel": ("gptq", {"checkpoint_format": "gptq_v2"}),
+    "auto_round": ("gptq", {"checkpoint_format": "gptq_v2"}),
+    "auto_awq": ("awq", {"version": "gemm"}),
+}
+"""packing_format -> quant_method, and what says how its zeros are stored"""
 
 
 _READERS: dict[str, Callable[[dict[str, Any]], ReadModule]] = {
@@ -107,6 +143,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], ReadModule]] = {
     "fp8": _fp8,
     "gptq": lambda table: Gptq.of(table).read_module,
     "awq": lambda table: Awq.of(table).read_module,
+    "auto-round": _auto_round,
     "bitsandbytes": lambda table: bitsandbytes.read_module,
     "mxfp4": lambda table: lambda stored, module, shape: None,  # only stacks of experts: `mxfp4_experts`
 }

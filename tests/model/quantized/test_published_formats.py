@@ -114,12 +114,13 @@ def test_gptq_by_its_definition(bits: int, act_order: bool, checkpoint_format: s
     groups = np.arange(K) // group
     if act_order:
         numbers.shuffle(groups)
-    kept = (zeros - (checkpoint_format == "gptq")) % (1 << bits)
     words, zero_words = np.zeros((K // per_word, N), np.uint32), np.zeros((K // group, N // per_word), np.uint32)
     for k in range(K):
         words[k // per_word] |= (codes[k] << (k % per_word * bits)).astype(np.uint32)
     for n in range(N):
-        zero_words[:, n // per_word] |= (kept[:, n] << (n % per_word * bits)).astype(np.uint32)
+        zero_words[:, n // per_word] |= (zeros[:, n] << (n % per_word * bits)).astype(np.uint32)
+    if checkpoint_format == "gptq":
+        zero_words -= np.uint32({4: 0x11111111, 8: 0x01010101}[bits])
     tensors = {
         "m.qweight": torch.from_numpy(words.view(np.int32)),
         "m.qzeros": torch.from_numpy(zero_words.view(np.int32)),
@@ -130,6 +131,69 @@ def test_gptq_by_its_definition(bits: int, act_order: bool, checkpoint_format: s
     packed = read(table, tensors)
     expected = torch.from_numpy(codes - zeros[groups]).half() * scales[torch.from_numpy(groups)]
     assert torch.equal(packed.dequantised(), expected.t())
+
+
+def gptq_tensors(bits: int, group: int) -> dict[str, torch.Tensor]:
+    """Random codes, zeros and scales, groups in order."""
+    numbers = torch.Generator().manual_seed(bits)
+    return {
+        "m.qweight": torch.randint(-(2**31), 2**31 - 1, (K * bits // 32, N), dtype=torch.int32, generator=numbers),
+        "m.qzeros": torch.randint(
+            -(2**31), 2**31 - 1, (K // group, N * bits // 32), dtype=torch.int32, generator=numbers
+        ),
+        "m.scales": torch.rand(K // group, N, generator=numbers).half(),
+    }
+
+
+@pytest.mark.parametrize("exceptions", ["dynamic", "extra_config"])
+def test_gptq_modules_of_other_bits_and_groups(exceptions: str) -> None:
+    """As gptqmodel (dynamic) and auto-round (extra_config) write them: shapes say which module is an exception."""
+    table = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    for bits, group in ((4, 32), (8, 32), (4, 64), (8, 64), (4, K), (8, K)):
+        tensors = gptq_tensors(bits, group)
+        expected = read(table | {"bits": bits, "group_size": group}, tensors).dequantised()
+        assert torch.equal(read(table | {exceptions: {"some": {"bits": 8}}}, tensors).dequantised(), expected)
+    with pytest.raises(BadModel, match="has shape"):
+        read(table, gptq_tensors(8, 32))
+
+
+@pytest.mark.parametrize(
+    ("packing", "within"),
+    [
+        ("auto_round:auto_gptq", {"quant_method": "gptq"}),
+        ("auto_round:gptqmodel", {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}),
+        ("auto_round", {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}),
+    ],
+)
+def test_auto_round_is_another_format_within(packing: str, within: dict[str, str]) -> None:
+    tensors, table = gptq_tensors(4, 32), {"bits": 4, "group_size": 32}
+    found = read(table | {"quant_method": "auto-round", "data_type": "int", "packing_format": packing}, tensors)
+    assert torch.equal(found.dequantised(), read(table | within, tensors).dequantised())
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_fp8_blocks_as_transformers_writes_them(scale_fmt: str) -> None:
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    class Quantizer:
+        quantization_config = FineGrainedFP8Config(weight_block_size=(16, 32), scale_fmt=scale_fmt)
+
+    tensors = Fp8Quantize(Quantizer()).convert({"m.weight": weight()})
+    packed = read({"quant_method": "fp8", "weight_block_size": [16, 32], "scale_fmt": scale_fmt}, tensors)
+    assert tensors["m.weight_scale_inv"].dtype == (torch.float32 if scale_fmt == "float" else torch.float8_e8m0fnu)
+    stored = {"weight": [tensors["m.weight"]], "weight_scale_inv": [tensors["m.weight_scale_inv"].float()]}
+    assert torch.equal(packed.dequantised(), Fp8Dequantize(Quantizer()).convert(stored)["weight"])
+    assert (packed.dequantised() - weight()).norm() < 0.1 * weight().norm()
+
+
+def test_scales_that_divide() -> None:
+    """gptqmodel's weight_scale_inv is the inverse of DeepSeek's."""
+    codes, scale = weight().to(torch.float8_e4m3fn), torch.exp2(torch.arange(12.0)).reshape(3, 4)
+    table = {"quant_method": "fp8", "weight_block_size": [16, 32]}
+    inverse = read(table | {"weight_scale_semantics": "inverse"}, {"m.weight": codes, "m.weight_scale_inv": 1 / scale})
+    plain = read(table, {"m.weight": codes, "m.weight_scale_inv": scale})
+    assert torch.equal(inverse.dequantised(), plain.dequantised())
 
 
 @pytest.mark.peers
@@ -177,6 +241,10 @@ def test_wrong_configs_and_tensors_are_one_line() -> None:
         ({"quant_method": "fp8", "weight_block_size": [-1, 128]}, fp8, "no blocks"),
         ({"quant_method": "fp8", "weight_block_size": [16, 64]}, fp8, "has shape"),
         ({"quant_method": "magic"}, awq, "not supported"),
+        ({"quant_method": "auto-round", "bits": 4}, gptq, "packing_format '' of data_type 'int' is not supported"),
+        ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:mlx"}, gptq, "'mlx'"),
+        ({"quant_method": "auto-round", "bits": 4, "rotation_config": {"a": 1}}, gptq, "rotation_config"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"a": {}}}, gptq, "does not assign"),
         ({"quant_method": "compressed-tensors"}, awq, "config_groups"),
     ]
     for config, tensors, text in cases:
