@@ -124,7 +124,7 @@ def _auto_round(table: dict[str, Any]) -> ReadModule:
         method, version = _AUTO_ROUND[packing]
         return _READERS[method](table | version)
     raise BadModel(
-        f"auto-round's packing_format {one_line(packing[:40])!r} of data_type {one_line(kind[:40])!r} is not supported; "
+        f"packing_format {one_line(packing[:40])!r} of data_type {one_line(kind[:40])!r} is not supported; "
         "export the model as auto_gptq, auto_awq or llm_compressor"
     )
 
