@@ -15,8 +15,9 @@ from tests.docs.exercise_relations import RELATIONS, tables
 from tests.fork_server import ForkServer
 
 ROOT = Path(__file__).parent.parent
-OF_A_SERVICE = "service"  # with [gateway], for `armillary up`: tests/cli/test_up.py
-RECIPES = [*sorted(path for path in (ROOT / "recipes").glob("*.toml") if path.stem != OF_A_SERVICE), demo.RECIPE]
+SERVED = ("service", "long_prompts_8b_2xh200", "long_prompts_70b_8xh200")
+"""recipes to serve: tests/cli/test_up.py and tests/planning/simulation/test_against_colocated.py"""
+RECIPES = [*sorted(path for path in (ROOT / "recipes").glob("*.toml") if path.stem not in SERVED), demo.RECIPE]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -85,10 +85,9 @@ def _node_answer(node: RankedServing) -> dict[str, Any]:
 
 def _head(out: Output, plan: ServingPlan) -> None:
     asked, traffic = plan.request, plan.request.traffic
-    lengths = f"{traffic.tokens_in:,} + {traffic.tokens_out:,} tokens"
     out.say(
         f"{asked.config.name} on {asked.cluster.text()} · {count_text(parameters(asked.config).total)} parameters"
-        f" · {traffic.requests_per_s:g} requests/s of {lengths}"
+        f" · {traffic.text()}"
     )
 
 

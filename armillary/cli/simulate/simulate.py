@@ -17,6 +17,7 @@ from armillary.store.home import Home
 from armillary.units import seconds_text
 
 if TYPE_CHECKING:
+    from armillary.planning.simulation.against_colocated import AgainstColocated
     from armillary.planning.simulation.curve_outcome import Outcome
     from armillary.planning.simulation.fleet_case import FleetCase
 
@@ -88,9 +89,26 @@ def simulate(
         raise BadInput("a fleet that is computed from curves has no single requests to trace; leave --trace out")
     with out.progress("simulating"):
         outcome = outcome_of(case)
+        against = _against(outcome)
     _say(out, outcome, title, measured)
+    if against is not None:
+        out.table("\npredicted, with as many replicas", ["", "disaggregated", "colocated"], against.rows())
+        out.fields("", [("disaggregation", against.verdict)])
     _write(out, outcome, title, page, trace)
-    out.result({**outcome.plain(), "measured": measured}, quiet=f"{outcome.slo_fraction:.4f}")
+    answer = {**outcome.plain(), "measured": measured}
+    if against is not None:
+        answer |= {"colocated": against.colocated.plain(), "disaggregation": against.verdict}
+    out.result(answer, quiet=f"{outcome.slo_fraction:.4f}")
+
+
+def _against(outcome: Outcome) -> AgainstColocated | None:
+    """A disaggregated fleet's replicas without pools."""
+    from armillary.planning.simulation.against_colocated import against_colocated
+    from armillary.planning.simulation.fleet_outcome import FleetOutcome
+
+    if isinstance(outcome, FleetOutcome) and outcome.case.fleet.prefill_replicas:
+        return against_colocated(outcome)
+    return None
 
 
 def fleet_case_of(
@@ -147,7 +165,7 @@ def _say(out: Output, outcome: Outcome, title: str, measured: dict[str, float]) 
 
     case, run = outcome.case, outcome.run
     out.say(f"{title} · {outcome.requests:,} requests · {case.fleet.policy} · step times: {case.cost.basis}")
-    out.table("", ["", "p50", "p90", "p99"], latency_rows(outcome))
+    out.table("", ["predicted", "p50", "p90", "p99"], latency_rows(outcome))
     out.fields("", rate_rows(outcome))
     changes = [decision for _, decision in run.decisions if decision.change]
     if changes:

@@ -50,7 +50,7 @@ class Capacity:
     def predicted(self) -> dict[str, float]:
         """Gauge -> value of the deployment; latencies are per request."""
         traffic, now, memory = self.server.traffic, self.actual, self.memory
-        rate, tokens = traffic.requests_per_s, traffic.tokens_in + traffic.tokens_out
+        tokens = traffic.running_tokens_in + traffic.running_tokens_out
         fits = concurrency(self.server.replica, memory, tokens, self.server.serve.block_tokens)
         return {
             "ttft_p50_s": now.ttft_p50_s,
@@ -66,9 +66,9 @@ class Capacity:
             "concurrency": float(fits),
             "kv_used_fraction": min(1.0, now.running / fits) if fits else 0.0,
             "kv_capacity_tokens": float(kv_capacity_tokens(self.server.replica, memory)),
-            "requests_per_s": rate,
-            "tokens_in_per_s": rate * traffic.tokens_in,
-            "tokens_out_per_s": rate * traffic.tokens_out,
+            "requests_per_s": traffic.total_per_s,
+            "tokens_in_per_s": traffic.tokens_in_per_s,
+            "tokens_out_per_s": traffic.tokens_out_per_s,
             "replicas": float(self.replicas),
             "devices": float(self.devices),
             "memory_weights_bytes": memory.weights_bytes,
@@ -82,7 +82,7 @@ def capacity(server: Server, objective: Objective | None = None) -> Capacity:
     """Replicas that the server's traffic needs; BadInput where even an idle replica misses an objective."""
     objective = objective or Objective()
     highest = sustainable(server, objective)
-    rate = server.traffic.requests_per_s
+    rate = server.traffic.total_per_s
     replicas = max(1, ceil(rate / highest.requests_per_s))
     actual = operating_point(server, rate / replicas)
     assert actual is not None, "a rate below the highest is sustainable"
@@ -97,8 +97,7 @@ def saturated(server: Server, requests: int) -> Generation:
         server.replica,
         requests,
         server.most_running,
-        traffic.tokens_in,
-        traffic.tokens_out,
+        *map(round, traffic.tokens_per_request),
         chunk=budget,
         cached=server.cached,
     )
@@ -124,7 +123,7 @@ def sustainable(server: Server, objective: Objective) -> OperatingPoint:
 
 def _above(server: Server) -> float:
     """A rate no replica sustains: all of its time in prompts, or its largest batch at the fastest step."""
-    steps = max(1, server.traffic.tokens_out - 1) * server.decode_s(1.0)
+    steps = max(1, server.traffic.tokens_per_request[1] - 1) * server.decode_s(1.0)
     by_decode = 2 * server.most_running / steps if server.decodes and steps > 0 else float("inf")
     by_prefill = 1 / server.prefill_s if server.prefill_s else float("inf")
     rate = min(by_decode, by_prefill)
@@ -142,7 +141,7 @@ def _refuse_impossible(server: Server, objective: Objective) -> None:
     """BadInput where a single request on an idle replica misses an objective."""
     name = server.replica.config.name
     if server.most_running < 1:
-        tokens = server.traffic.tokens_in + server.traffic.tokens_out
+        tokens = server.traffic.running_tokens_in + server.traffic.running_tokens_out
         raise BadInput(
             f"the KV cache of {name} with {server.replica.split.text()} holds no request of {tokens:,} "
             "tokens; raise layout.tp or shorten traffic.tokens_in"

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from armillary.store.stored_weights import StoredWeights
 
 
+TRIED_SLOWDOWNS = (1.6, 1.3)
+"""values of serve.prefill_slowdown that are tried where the default keeps gaps too long"""
 SMALLEST_BUDGET = 128
 """smallest step budget that is tried"""
 WEIGHTS = ("bf16", "fp8", "int8", "int4", "fp4")
@@ -93,16 +95,23 @@ def deployment_option(request: Request, split: Split, dtypes: ServingDtypes) -> 
 
 
 def _best_budget(server: Server, objective: Objective) -> Capacity:
-    """Where the inter-token latency is limited, smaller prompt chunks help: the step budget is halved as long as that
-    raises the sustainable rate."""
+    """Where the inter-token latency is limited, smaller prompt chunks help: the limit on the time that prompts add to a
+    step is tightened, and the step budget halved, as long as that raises the sustainable rate."""
     best = capacity(server, objective)
+    if server.serve.prefill_slowdown is None and server.is_paced:
+        for slowdown in TRIED_SLOWDOWNS:
+            if _itl_limits(best, objective):
+                best = _better(best, server, objective, replace(server.serve, prefill_slowdown=slowdown))
     budget = server.serve.max_tokens_per_step // 2
     while budget >= SMALLEST_BUDGET and _itl_limits(best, objective):
-        smaller = capacity(replace(server, serve=replace(server.serve, max_tokens_per_step=budget)), objective)
-        if smaller.highest.requests_per_s > best.highest.requests_per_s:
-            best = smaller
+        best = _better(best, server, objective, replace(best.server.serve, max_tokens_per_step=budget))
         budget //= 2
     return best
+
+
+def _better(best: Capacity, server: Server, objective: Objective, serve: Serve) -> Capacity:
+    changed = capacity(replace(server, serve=serve), objective)
+    return changed if changed.highest.requests_per_s > best.highest.requests_per_s else best
 
 
 def _itl_limits(option: Capacity, objective: Objective) -> bool:
@@ -170,8 +179,8 @@ def price(request: Request, option: Capacity) -> ServingCost | None:
     return serving_cost(
         num_devices=option.devices,
         usd_per_device_hour=hour.usd_per_useful_hour,
-        tokens_in_per_s=traffic.requests_per_s * traffic.tokens_in,
-        tokens_out_per_s=traffic.requests_per_s * traffic.tokens_out,
+        tokens_in_per_s=traffic.tokens_in_per_s,
+        tokens_out_per_s=traffic.tokens_out_per_s,
         prefill_fraction=actual.prefill_fraction,
         busy_fraction=max(busy, actual.prefill_fraction),
     )

@@ -99,6 +99,12 @@ class ServingPlan:
             notes.append(
                 f"{dtypes.weights} weights can cost quality, which the planner does not model: compare outputs first"
             )
+        slowdown = self.capacity.server.serve.prefill_slowdown
+        if slowdown != self.request.serve.prefill_slowdown:
+            notes.append(
+                f"prompts may lengthen a step to {slowdown:g} times its decodes, less than the engine's default: "
+                f"--set serve.prefill_slowdown={slowdown:g}"
+            )
         budget = self.capacity.server.serve.max_tokens_per_step
         if budget != self.request.serve.max_tokens_per_step:
             notes.append(
@@ -132,6 +138,7 @@ class ServingPlan:
             "prefill_replicas": self.pools.prefill.replicas,
             "decode_replicas": self.pools.decode.replicas,
             "devices": self.pools.devices,
+            "verdict": self.pools.verdict(self.capacity),
             "predicted": self.pools.predicted(),
         }
 
@@ -237,7 +244,9 @@ def _threads(request: Request, layout: Layout) -> Threads | None:
     count, cores = request.serve.threads, compute_threads()
     if count is not None:
         return Threads(count=count, cores=cores)
-    return engine_threads(server_of(request, layout).replica, cores, request.traffic.tokens_in)
+    return engine_threads(
+        server_of(request, layout).replica, cores, max(each.tokens_in for each in request.traffic.streams)
+    )
 
 
 def _dtype(problem: TrainingProblem, cluster: Cluster, home: Home) -> Any:
@@ -256,7 +265,7 @@ def _is_set(layout: Layout) -> bool:
 
 
 def _refuse_too_long(request: Request) -> None:
-    tokens = request.traffic.tokens_in + request.traffic.tokens_out
+    tokens = max(each.tokens_in + each.tokens_out for each in request.traffic.streams)
     limit = request.serve.max_model_len or request.config.context
     if tokens > limit:
         raise BadInput(

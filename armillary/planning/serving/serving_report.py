@@ -46,14 +46,14 @@ def plan_rows(request: Request, option: DeploymentOption, split: Pools | None = 
         (
             "needed",
             f"{_many(option.capacity.replicas, 'replica')}, {_many(option.devices, 'device')} for "
-            f"{traffic.requests_per_s:g} requests/s{missing}",
+            f"{traffic.total_per_s:g} requests/s{missing}",
         ),
         ("TTFT", f"p50 {seconds_text(point.ttft_p50_s)}  p99 {seconds_text(point.ttft_p99_s)}"),
         ("ITL", f"p50 {seconds_text(point.itl_p50_s)}  p99 {seconds_text(point.itl_p99_s)}"),
         (
             "throughput",
-            f"{traffic.requests_per_s * traffic.tokens_out:,.0f} tokens/s out, "
-            f"{traffic.requests_per_s * traffic.tokens_in:,.0f} in; {point.running:.1f} requests run at a time",
+            f"{traffic.tokens_out_per_s:,.0f} tokens/s out, {traffic.tokens_in_per_s:,.0f} in; "
+            f"{point.running:.1f} requests run at a time",
         ),
     ]
     return rows + _cost_rows(option) + _pool_rows(option, split)
@@ -65,7 +65,7 @@ def _many(count: int, what: str) -> str:
 
 def _cache_text(option: Capacity) -> str:
     values, traffic = option.predicted(), option.server.traffic
-    tokens = traffic.tokens_in + traffic.tokens_out
+    tokens = traffic.running_tokens_in + traffic.running_tokens_out
     return (
         f"{count_text(values['kv_capacity_tokens'])} tokens per replica = {values['concurrency']:,.0f} requests of "
         f"{tokens:,} tokens, {bytes_text(sequence_bytes(option.server.replica, tokens))} each per device"
@@ -103,14 +103,12 @@ def _cost_rows(option: DeploymentOption) -> list[tuple[str, str]]:
 def _pool_rows(option: DeploymentOption, split: Pools | None) -> list[tuple[str, str]]:
     if split is None:
         return []
-    values = split.predicted()
-    verdict = "fewer" if split.devices < option.devices else "as many" if split.devices == option.devices else "more"
+    assert option.capacity is not None, "a refused choice has no plan"
     return [
         (
             "disaggregated",
-            f"{split.prefill.replicas} prefill + {split.decode.replicas} decode replicas, "
-            f"{split.devices} devices ({verdict}); ITL p99 {seconds_text(values['itl_p99_s'])}, "
-            f"TTFT p99 {seconds_text(values['ttft_p99_s'])}",
+            f"{split.prefill.replicas} prefill + {split.decode.replicas} decode replicas: "
+            f"{split.verdict(option.capacity)}",
         )
     ]
 
@@ -144,9 +142,9 @@ def explain(request: Request, option: DeploymentOption) -> list[Term]:
     server, point = option.capacity.server, option.capacity.actual
     traffic, memory = request.traffic, option.capacity.memory
     rate, running = point.requests_per_s, max(1, round(point.running))
-    decode = server.replica.decode(running, traffic.tokens_in + traffic.tokens_out // 2)
+    decode = server.replica.decode(running, server.context)
     prefill = server.replica.prefill(server.prompt, cached=server.cached)
-    tokens = traffic.tokens_in + traffic.tokens_out
+    tokens = traffic.running_tokens_in + traffic.running_tokens_out
     each = sequence_bytes(server.replica, tokens)
     return [
         *_step_terms(f"decode step of {running}", decode),
@@ -173,15 +171,15 @@ def explain(request: Request, option: DeploymentOption) -> list[Term]:
             name="running",
             formula="λ · (out − 1) · step",
             value=f"{point.running:.3g}",
-            numbers=f"{rate:.3g} · {traffic.tokens_out - 1} · {point.step_s:.3g}",
+            numbers=f"{rate:.3g} · {traffic.tokens_per_request[1] - 1:g} · {point.step_s:.3g}",
         ),
         Term(
             name="replicas",
             formula="⌈rate / highest rate of a replica⌉",
             value=str(option.capacity.replicas),
-            numbers=f"⌈{traffic.requests_per_s:g} / {option.capacity.highest.requests_per_s:.4g}⌉",
+            numbers=f"⌈{traffic.total_per_s:g} / {option.capacity.highest.requests_per_s:.4g}⌉",
         ),
-        *_cost_terms(option, traffic.requests_per_s * tokens),
+        *_cost_terms(option, traffic.tokens_in_per_s + traffic.tokens_out_per_s),
     ]
 
 

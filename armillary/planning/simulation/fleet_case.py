@@ -105,7 +105,9 @@ def fleet_case(
     serve, weight = recipe.serve, 1.0
     if arrivals is None:
         weight = _thinned(recipe)
-        traffic = replace(recipe.traffic, requests_per_s=recipe.traffic.requests_per_s / weight)
+        given = recipe.traffic
+        rates = (given.requests_per_s / weight, given.long_requests_per_s / weight)
+        traffic = replace(given, requests_per_s=rates[0], long_requests_per_s=rates[1])
         ramp_to = recipe.load.ramp_to
         load = replace(recipe.load, ramp_to=None if ramp_to is None else ramp_to / weight)
         arrivals = arrivals_of(traffic, load)
@@ -159,8 +161,9 @@ def _thinned(recipe: Recipe) -> float:
     """Requests that an arrival stands for: with curves, more than `_MOST_ARRIVALS` would not say more."""
     if recipe.fleet.simulate == "each" or recipe.load.trace or recipe.load.requests is not None:
         return 1.0
-    mean = (recipe.traffic.requests_per_s + (recipe.load.ramp_to or recipe.traffic.requests_per_s)) / 2
-    return max(1.0, mean * recipe.traffic.duration_s / _MOST_ARRIVALS)
+    traffic = recipe.traffic
+    mean = (traffic.requests_per_s + (recipe.load.ramp_to or traffic.requests_per_s)) / 2 + traffic.long_requests_per_s
+    return max(1.0, mean * traffic.duration_s / _MOST_ARRIVALS)
 
 
 def _price(recipe: Recipe, cluster: Cluster, devices: int) -> float | None:
@@ -225,7 +228,8 @@ def _highest_rate(
 
 def _probe(case: FleetCase, rate: float, replicas: int, count: int, seed: int) -> FleetRun:
     """Replicas at a steady rate each, with lengths drawn from the case's requests."""
-    traffic = replace(case.traffic, requests_per_s=rate * replicas, seed=seed, shared_prefix=0, arrival="poisson")
+    poisson = replace(case.traffic, seed=seed, shared_prefix=0, arrival="poisson", long_requests_per_s=0.0)
+    traffic = replace(poisson, requests_per_s=rate * replicas)
     lengths = Random(f"probe {seed}").choices(case.arrivals, k=count)
     arrivals = [
         replace(each, tokens_in=lengths_of.tokens_in, tokens_out=lengths_of.tokens_out, limit=lengths_of.limit)

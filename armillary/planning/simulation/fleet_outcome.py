@@ -36,6 +36,13 @@ class FleetOutcome:
         step = max(1, len(values) // _POINTS)
         return [(values[i], (i + 1) / len(values)) for i in range(0, len(values), step)]
 
+    @cached_property
+    def long_ttfts(self) -> dict[int, float]:
+        """Percent -> TTFT of the second stream's requests; empty where there is none."""
+        numbers = {each.number for each in self.case.arrivals if each.is_long}
+        values = [each.first_s - each.arrived_s for each in self.run.served if each.number in numbers]
+        return {percent: percentile(values, percent) for percent in PERCENTS} if values else {}
+
     @property
     def started(self) -> int:
         """Replicas, those of the begin included."""

@@ -29,6 +29,8 @@ class Arrival:
     prefix_source: int = 0
     answers: int = 1
     temperature: float = 0.0
+    is_long: bool = False
+    """of the traffic's second stream"""
 
     @property
     def params(self) -> SamplingParams:
@@ -78,13 +80,19 @@ def _arrival(number: int, many: Sequence[Mapping[str, Any]], begin: float) -> Ar
 
 
 def drawn(traffic: Traffic, count: int | None = None) -> tuple[Arrival, ...]:
-    """Random requests of a [traffic] table: lengths vary from 0.5 to 1.5 times the mean."""
+    """Random requests of a [traffic] table: lengths vary from 0.5 to 1.5 times the mean, in the first stream."""
     rng, now, arrivals = Random(f"arrivals {traffic.seed}"), 0.0, []
-    total = max(1, round(traffic.requests_per_s * traffic.duration_s)) if count is None else count
+    total = max(1, round(traffic.total_per_s * traffic.duration_s)) if count is None else count
+    first, long_share = 0, traffic.long_requests_per_s / traffic.total_per_s
     for number in range(1, total + 1):
+        is_long = long_share > 0 and rng.random() < long_share
         tokens_in = max(1, traffic.shared_prefix + 1, round(traffic.tokens_in * rng.uniform(0.5, 1.5)))
         out = max(1, round(traffic.tokens_out * rng.uniform(0.5, 1.5)))
-        shared = traffic.shared_prefix if number > 1 else 0
+        if is_long:
+            tokens_in, out = traffic.long_tokens_in, traffic.long_tokens_out
+        elif not first:
+            first = number
+        shared = traffic.shared_prefix if number > first and not is_long else 0
         arrivals.append(
             Arrival(
                 number=number,
@@ -93,7 +101,8 @@ def drawn(traffic: Traffic, count: int | None = None) -> tuple[Arrival, ...]:
                 tokens_out=out,
                 limit=out,
                 shared_prefix=shared,
-                prefix_source=1 if shared else 0,
+                prefix_source=first if shared else 0,
+                is_long=is_long,
             )
         )
         now += _gap(traffic, rng)
@@ -101,7 +110,7 @@ def drawn(traffic: Traffic, count: int | None = None) -> tuple[Arrival, ...]:
 
 
 def _gap(traffic: Traffic, rng: Random) -> float:
-    mean = 1 / traffic.requests_per_s
+    mean = 1 / traffic.total_per_s
     if traffic.arrival == "constant":
         return mean
     if traffic.arrival == "poisson":

@@ -169,14 +169,14 @@ _PARTS = ("ttft", "itl", "tpot", "e2e", "queue")
 def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
     """Percentiles and rates of one server under its traffic; its KV cache holds `kv_tokens`."""
     traffic, config = server.traffic, server.replica.config
-    context = max(1, traffic.tokens_in + traffic.tokens_out // 2)
-    cost = planned_step_cost(server.replica, context=context, prompt=traffic.tokens_in)
+    context = max(1, traffic.running_tokens_in + traffic.running_tokens_out // 2)
+    cost = planned_step_cost(server.replica, context=context, prompt=round(traffic.tokens_per_request[0]))
     system = system_of(config, server.serve, kv_tokens, server.replica.cluster.chip.kind)
     if server.serve.kv_host_bytes:
         sizes = plan_kv(config, server.serve, 1 << 62, tp=server.replica.split.tp)
         cost = replace(cost, host_block_s=host_block_s(server.replica.cluster, sizes.block_bytes))
-    most = min(MOST_REQUESTS, max(1, MAX_TOKENS // traffic.tokens_out))
-    requests = min(most, max(1, round(traffic.requests_per_s * traffic.duration_s)))  # as a load test sends
+    most = min(MOST_REQUESTS, max(1, MAX_TOKENS // round(traffic.tokens_per_request[1])))
+    requests = min(most, max(1, round(traffic.total_per_s * traffic.duration_s)))  # as a load test sends
     gauges = simulate(drawn(traffic, requests), system, cost).gauges
     wanted = [f"{part}_p{percent}_s" for part in _PARTS for percent in (50, 99)]
     return {name: gauges[name] for name in (*wanted, "tokens_out_per_s", "requests_per_s") if name in gauges}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from armillary.planning.simulation.curve_outcome import Outcome
+from armillary.planning.simulation.fleet_outcome import FleetOutcome
 from armillary.report.charts import SHARE_TICKS, lines, share_text
 from armillary.report.page import document, heading, items, paragraph, section, table
 from armillary.units import seconds_text
@@ -19,11 +20,14 @@ LATENCIES = {
 def latency_rows(outcome: Outcome) -> list[tuple[str, ...]]:
     """Name, p50, p90, p99."""
     gauges = outcome.gauges
-    return [
+    rows: list[tuple[str, ...]] = [
         (name, *(seconds_text(gauges[f"{key}_p{percent}_s"]) for percent in (50, 90, 99)))
         for key, name in LATENCIES.items()
         if f"{key}_p50_s" in gauges
     ]
+    if isinstance(outcome, FleetOutcome) and outcome.long_ttfts:
+        rows.insert(1, ("of long prompts", *map(seconds_text, outcome.long_ttfts.values())))
+    return rows
 
 
 def rate_rows(outcome: Outcome) -> list[tuple[str, str]]:

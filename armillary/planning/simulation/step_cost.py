@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import frexp
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -168,25 +169,58 @@ def _prefill_s(roofline: StepTimeModel, tokens: int) -> float:
     return roofline.seconds(StepWork(prefill_tokens=tokens, prefill_rows=1))
 
 
+_CORNERS = (64, 128, 256, 512, 1024, 2048)
+"""prefill tokens between which their time is taken as a line"""
+_BESIDE = 16
+"""decodes of the steps whose prefill is priced: most prompts are computed beside some"""
+_LATE = 8192
+"""prompt tokens before a late chunk, from which the time of a (query, key) pair is taken"""
+
+
+def _prefill_polyline(roofline: StepTimeModel, context: int) -> tuple[float, Bends, float]:
+    """(prefill_s, prefill_bends, pair_s) beside decodes, whose step reads the weights anyway: the first tokens of a
+    chunk cost less than later ones, which wait for the GEMMs, and each costs more the more tokens are before it."""
+    decodes = StepWork(decode_tokens=_BESIDE, context_tokens=_BESIDE * (context + 1))
+
+    def step_s(tokens: int, past: int = 0) -> float:
+        return roofline.seconds(decodes._replace(prefill_tokens=tokens, prefill_rows=1, prefill_past=past))
+
+    chunk = _CORNERS[-1]
+    pair_s = max(0.0, step_s(chunk, _LATE) - step_s(chunk)) / (chunk * _LATE)
+    alone_s = roofline.seconds(decodes)
+    added = [step_s(tokens) - alone_s - pair_s * tokens * (tokens + 1) / 2 for tokens in _CORNERS]
+    slopes = [
+        max(0.0, high_s - low_s) / (high - low)
+        for (low, low_s), (high, high_s) in pairwise([(0, 0.0), *zip(_CORNERS, added, strict=True)])
+    ]
+    bends = [(float(size), below - above) for size, (below, above) in zip(_CORNERS, pairwise(slopes), strict=False)]
+    return slopes[-1], tuple(bends), pair_s
+
+
 def planned_step_cost(
     replica: Replica, *, context: int = 512, prompt: int | None = None, steps: Sequence[Mapping[str, Any]] = ()
 ) -> StepCost:
-    """The planner's roofline as a line through a few of its steps, scaled to measured steps where there are any. On a
-    CPU, where even short prompts are compute-bound, the line goes through a `prompt` of the usual length."""
-    few, many, chunk = 1, 64, 512
+    """The planner's roofline as lines through a few of its steps, scaled to measured steps where there are any. On a
+    CPU, where even short prompts are compute-bound, one line goes through a `prompt` of the usual length."""
+    few, many = 1, 64
     single_s, batch_s = _decode_s(replica, few, context), _decode_s(replica, many, context)
     key_s = max(0.0, _decode_s(replica, many, 2 * context) - batch_s) / (many * context)
     decode_s = max(0.0, (batch_s - single_s) / (many - few) - context * key_s)
     base_s = max(0.0, single_s - decode_s - context * key_s)
-    if prompt is not None and replica.cluster.chip.kind == "cpu":
-        prefill_s = (_prefill_s(replica, prompt) - base_s) / prompt
+    bends: Bends = ()
+    pair_s = 0.0
+    if replica.cluster.chip.kind == "cpu":
+        tokens = prompt or 512
+        prefill_s = (_prefill_s(replica, tokens) - base_s) / tokens
     else:
-        prefill_s = (_prefill_s(replica, 2 * chunk) - _prefill_s(replica, chunk)) / chunk
+        prefill_s, bends, pair_s = _prefill_polyline(replica, context)
     cost = StepCost(
         base_s=base_s,
         prefill_s=max(0.0, prefill_s),
+        prefill_bends=bends,
         decode_s=decode_s,
         context_s=key_s,
+        pair_s=pair_s,
         waits=True,
         basis="planner's roofline",
     )
@@ -198,7 +232,8 @@ def planned_step_cost(
     times = median(ratios)
     return replace(
         cost,
-        **{name: getattr(cost, name) * times for name in ("base_s", "prefill_s", "decode_s", "context_s")},
+        **{name: getattr(cost, name) * times for name in ("base_s", "prefill_s", "decode_s", "context_s", "pair_s")},
+        prefill_bends=tuple((size, each_s * times) for size, each_s in cost.prefill_bends),
         steps=len(ratios),
         basis=f"planner's roofline × {times:.2g}, after {len(ratios)} steps",
     )

@@ -39,6 +39,9 @@ def _with_prefixes(rows: Sequence[PlannedRequest], traffic: Traffic, load: Load)
     rng, first = Random(f"prefixes {traffic.seed}"), dict[int, int]()
     arrivals = []
     for number, row in enumerate(rows, start=1):
+        if row.is_long:
+            arrivals.append(_arrival(number, row, 0, 0))
+            continue
         source = first.setdefault(rng.randrange(load.prefixes), number) if shared else number
         own = source == number or not shared
         arrivals.append(_arrival(number, row, 0 if own else min(shared, row.tokens_in), 0 if own else source))
@@ -66,4 +69,5 @@ def _arrival(number: int, row: PlannedRequest, shared: int, source: int) -> Arri
         limit=row.tokens_out,
         shared_prefix=shared,
         prefix_source=source,
+        is_long=row.is_long,
     )

@@ -14,6 +14,8 @@ class PlannedRequest:
     tokens_out: int
     blocks: tuple[int, ...] = ()
     """Mooncake: ids of the prompt's blocks of 512 tokens; equal ids are equal text"""
+    is_long: bool = False
+    """of the traffic's second stream"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -153,6 +153,8 @@ def title_text(report: LoadReport) -> str:
         bursts = f" bursts of CV {traffic.burstiness:g}" if traffic.arrival == "gamma" else ""
         ramp = f" to {load.ramp_to:g}" if load.ramp_to else ""
         how = f"open loop, {traffic.arrival}{bursts}, {traffic.requests_per_s:.4g}{ramp} requests/s"
+        if traffic.long_requests_per_s:
+            how += f" beside {traffic.long_requests_per_s:.4g}/s of {traffic.long_tokens_in:,} tokens"
     length = f"{load.requests:,} requests" if load.requests else f"{traffic.duration_s:g} s"
     repeats = f", {len(report.runs)} repeats" if len(report.runs) > 1 else ""
     warm = warmup_s(traffic, load)

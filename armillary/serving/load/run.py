@@ -110,7 +110,10 @@ def run_once(probed: ProbedServer, test: LoadTest, *, repeat: int = 0, watch: Wa
 def _check_length(probed: ProbedServer, test: LoadTest) -> None:
     """BadInput before the first request where the server would refuse most requests."""
     traffic, longest = test.traffic, probed.max_model_len
-    if longest is None or test.load.trace or traffic.tokens_in + traffic.tokens_out <= longest:
+    if traffic.long_requests_per_s and test.load.concurrency:
+        raise BadInput("traffic.long_requests_per_s needs the open loop; leave it or load.concurrency out")
+    max_tokens = max(each.tokens_in + each.tokens_out for each in traffic.streams)
+    if longest is None or test.load.trace or max_tokens <= longest:
         return
     half = max(1, longest // 2)
     raise BadInput(

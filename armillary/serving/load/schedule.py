@@ -18,6 +18,8 @@ from armillary.serving.load.trace import read_trace
 from armillary.spec.tables.traffic import Load, Traffic
 
 _MAX_WARMUP_S = 10.0
+_LONG_SEED = 1 << 20
+"""the second stream's arrivals are independent of the first's"""
 
 
 def warmup_s(traffic: Traffic, load: Load) -> float:
@@ -35,9 +37,20 @@ def planned_requests(traffic: Traffic, load: Load, *, seed: int) -> list[Planned
     warmup = send_times(traffic, seconds=warm, seed=seed)
     test = send_times(traffic, seconds=traffic.duration_s, ramp_to=load.ramp_to, count=load.requests, seed=seed + 1)
     times = warmup + [warm + at for at in test]
-    return [
+    rows = [
         PlannedRequest(at_s=at, tokens_in=tokens_in, tokens_out=tokens_out)
         for at, (tokens_in, tokens_out) in ((at, draw()) for at in times)
+    ]
+    seconds = warm + (traffic.duration_s if load.requests is None else test[-1])
+    return sorted(rows + _long_requests(traffic, seconds, seed), key=lambda row: row.at_s or 0.0)
+
+
+def _long_requests(traffic: Traffic, seconds: float, seed: int) -> list[PlannedRequest]:
+    """The second stream, beside warm-up and test of the first."""
+    return [
+        PlannedRequest(at_s=at, tokens_in=stream.tokens_in, tokens_out=stream.tokens_out, is_long=True)
+        for stream in traffic.streams[1:]
+        for at in send_times(stream, seconds=seconds, seed=seed + _LONG_SEED)
     ]
 
 

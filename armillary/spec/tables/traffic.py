@@ -1,7 +1,7 @@
 """The tables of a recipe about requests: which ones come, what their answers owe them, what they cost, and how a load
 test sends them: [traffic], [objective], [cost] and [load]."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from armillary.errors import BadRecipe
@@ -24,6 +24,12 @@ class Traffic:
     """gamma: coefficient of variation of the times between arrivals; 1 is Poisson, more is burstier"""
     shared_prefix: int = 0
     """prompt tokens that all requests share"""
+    long_requests_per_s: float = 0.0
+    """rate of a second stream beside those requests, with prompts and completions of lengths of its own; 0: none"""
+    long_tokens_in: int = 8192
+    """prompt length in the second stream, which shares no prefix"""
+    long_tokens_out: int = 64
+    """completion length in the second stream"""
     duration_s: float = 60.0
     """duration of a load test or simulation"""
     seed: int = 0
@@ -31,10 +37,60 @@ class Traffic:
 
     def __post_init__(self) -> None:
         above_zero(self, "traffic", "requests_per_s", "burstiness", "duration_s")
-        at_least(self, "traffic", 1, "tokens_in", "tokens_out")
-        at_least(self, "traffic", 0, "shared_prefix", "seed")
+        at_least(self, "traffic", 1, "tokens_in", "tokens_out", "long_tokens_in", "long_tokens_out")
+        at_least(self, "traffic", 0, "shared_prefix", "seed", "long_requests_per_s")
         if self.shared_prefix > self.tokens_in:
             raise refuse(self, "traffic", "shared_prefix", f"at most tokens_in={self.tokens_in}")
+
+    @property
+    def streams(self) -> "tuple[Traffic, ...]":
+        """Each stream as traffic of its own."""
+        if not self.long_requests_per_s:
+            return (self,)
+        short = replace(self, long_requests_per_s=0.0)
+        long = replace(
+            short,
+            requests_per_s=self.long_requests_per_s,
+            tokens_in=self.long_tokens_in,
+            tokens_out=self.long_tokens_out,
+            shared_prefix=0,
+        )
+        return short, long
+
+    @property
+    def total_per_s(self) -> float:
+        """Requests of all streams."""
+        return self.requests_per_s + self.long_requests_per_s
+
+    @property
+    def tokens_in_per_s(self) -> float:
+        return sum(each.requests_per_s * each.tokens_in for each in self.streams)
+
+    @property
+    def tokens_out_per_s(self) -> float:
+        return sum(each.requests_per_s * each.tokens_out for each in self.streams)
+
+    @property
+    def tokens_per_request(self) -> tuple[float, float]:
+        """Mean lengths of prompt and completion over all streams."""
+        return self.tokens_in_per_s / self.total_per_s, self.tokens_out_per_s / self.total_per_s
+
+    @property
+    def running_tokens_in(self) -> int:
+        """Mean prompt length of the requests that decode at a time: each counts for as long as it does."""
+        total = sum(each.requests_per_s * each.tokens_out * each.tokens_in for each in self.streams)
+        return round(total / self.tokens_out_per_s)
+
+    @property
+    def running_tokens_out(self) -> int:
+        """Mean completion length of the requests that decode at a time."""
+        return round(sum(each.requests_per_s * each.tokens_out**2 for each in self.streams) / self.tokens_out_per_s)
+
+    def text(self) -> str:
+        """'8 requests/s of 1,000 + 250 tokens and 1.5 of 8,192 + 64'."""
+        lengths = [f"{each.tokens_in:,} + {each.tokens_out:,}" for each in self.streams]
+        second = f" and {self.long_requests_per_s:g} of {lengths[1]}" if self.long_requests_per_s else ""
+        return f"{self.requests_per_s:g} requests/s of {lengths[0]} tokens{second}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,10 +51,24 @@ def test_a_recipe_with_a_layout_is_served_by_it(tmp_path: Path) -> None:
 
 def test_notes_say_what_was_changed_or_is_missing(tmp_path: Path) -> None:
     layout = {"tp": 8, "precision": "fp8"}
-    few = made(tmp_path, on="h100x8", objective={"itl_p99_s": 0.04}, layout=layout)
+    few = made(tmp_path, on="h100x8", objective={"itl_p99_s": 0.04}, layout=layout, serve={"prefill_slowdown": 1e6})
     text = " ".join(few.notes())
     assert "devices are needed and 8 are available" in text
     assert "step budget lowered to" in text and "--set serve.max_tokens_per_step=" in text
+
+
+def test_a_tighter_limit_of_steps_where_gaps_are_limited(tmp_path: Path) -> None:
+    few = made(tmp_path, "llama-3.1-8b", "h200x2", objective={"itl_p99_s": 0.007}, layout={"precision": "bf16"})
+    default = made(
+        tmp_path,
+        "llama-3.1-8b",
+        "h200x2",
+        objective={"itl_p99_s": 0.007},
+        layout={"precision": "bf16"},
+        serve={"prefill_slowdown": 2.0},
+    )
+    assert any("--set serve.prefill_slowdown=" in note for note in few.notes())
+    assert few.chosen.devices < default.chosen.devices
 
 
 def test_requests_longer_than_the_model_can_hold(tmp_path: Path) -> None:

@@ -270,6 +270,22 @@ def test_few_steps_are_not_enough_and_the_planner_stands_in() -> None:
     assert scaled.of(steps[0]) == pytest.approx(0.01) and "planner" in scaled.basis
 
 
+@pytest.mark.parametrize("rows", [0, 16, 64])
+@pytest.mark.parametrize(("chunk", "past"), [(128, 0), (256, 7000), (512, 0), (2048, 6144), (8192, 0)])
+def test_the_planner_s_line_is_near_its_roofline_for_any_chunk(rows: int, chunk: int, past: int) -> None:
+    replica = Replica(config=catalogue.model("llama-3.1-8b").config, cluster=catalogue.cluster("h200"))
+    pairs = chunk * (past + (chunk + 1) / 2)
+    work = StepWork(
+        prefill_tokens=chunk,
+        decode_tokens=rows,
+        context_tokens=1000 * rows,
+        prefill_pairs=pairs,
+        prefill_rows=1,
+        prefill_past=past,
+    )
+    assert planned_step_cost(replica, context=1000).seconds(work) == pytest.approx(replica.seconds(work), rel=0.07)
+
+
 def test_percentiles_of_gaps_count_tokens_not_steps() -> None:
     steps = [{"engine_step_s": 0.01, "decode_tokens": 1}] * 50 + [{"engine_step_s": 0.03, "decode_tokens": 9}] * 50
     assert served_gauges(steps, [])["itl_p50_s"] == 0.03

@@ -92,3 +92,22 @@ def test_lengths_spread_about_their_means() -> None:
         assert mean(column) == pytest.approx(wanted, rel=0.05)
         assert pstdev(column) / mean(column) == pytest.approx(0.5, abs=0.07)
     assert lengths(Traffic(), Load(), seed=1)() == (512, 128)
+
+
+def test_a_second_stream_comes_at_its_own_rate_and_length() -> None:
+    traffic = Traffic(requests_per_s=4, tokens_in=100, tokens_out=10, long_requests_per_s=1.5, duration_s=100)
+    rows = planned_requests(traffic, Load(warmup_s=20, length_spread=0.5), seed=0)
+    long = [row for row in rows if row.is_long]
+    assert len(long) == 180 and len(rows) - len(long) == 480
+    assert {(row.tokens_in, row.tokens_out) for row in long} == {(8192, 64)}
+    times = [row.at_s or 0.0 for row in rows]
+    assert times == sorted(times) and max(times) < 120
+    assert traffic.tokens_in_per_s == 4 * 100 + 1.5 * 8192 and traffic.total_per_s == 5.5
+    alone = planned_requests(Traffic(requests_per_s=4, tokens_in=100, tokens_out=10, duration_s=100), Load(), seed=0)
+    assert not any(row.is_long for row in alone)
+
+
+def test_a_test_of_so_many_requests_ends_both_streams() -> None:
+    traffic = Traffic(requests_per_s=10, long_requests_per_s=10, duration_s=1000)
+    rows = planned_requests(traffic, Load(warmup_s=0, requests=50), seed=0)
+    assert sum(not row.is_long for row in rows) == 50 and 35 < sum(row.is_long for row in rows) <= 50
