@@ -92,12 +92,13 @@ def capacity(server: Server, objective: Objective | None = None) -> Capacity:
 
 def saturated(server: Server, requests: int) -> Generation:
     """A replica that gets `requests` at once, without a limit of latencies: as many run as fit."""
-    traffic, budget = server.traffic, server.serve.max_tokens_per_step
+    (tokens_in, tokens_out), budget = server.traffic.tokens_per_request, server.serve.max_tokens_per_step
     return offline(
         server.replica,
         requests,
         server.most_running,
-        *map(round, traffic.tokens_per_request),
+        round(tokens_in),
+        round(tokens_out),
         chunk=budget,
         cached=server.cached,
     )
