@@ -159,7 +159,7 @@ def _given(settings: GatewaySettings) -> dict[str, Any]:
 
 def _gpus(recipe: Recipe) -> int:
     """Of a replica; none where the recipe is for this machine, which says by itself what it has."""
-    return 0 if recipe.hardware.is_here else recipe.layout.tp * recipe.layout.pp
+    return 0 if recipe.hardware.is_here else recipe.layout.tp * recipe.layout.pp * recipe.serve.dp_attention
 
 
 def _replica_recipe(recipe: Recipe, name: str) -> str:

@@ -93,6 +93,8 @@ class ServingPlan:
             notes.append(
                 f"{needed} devices are needed and {available} are available; raise --on or relax the objectives"
             )
+        if self.request.serve.dp_attention > 1:
+            notes.append("data-parallel attention is not priced: what is predicted is a server without it")
         if dtypes.weights != dtypes.compute:
             notes.append(f"weights are stored in {dtypes.weights} and computed in {dtypes.compute}")
         if dtypes.weights in ("int4", "fp4"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,12 @@ from armillary.model.quantizing.quantize_model import quantize
 from armillary.model.weights.hf_weights import load_model
 from armillary.parallel.collectives import Group, all_reduce
 from armillary.parallel.world import join_world
+from armillary.spec.hf.config import from_hf
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
 from armillary.store.resolve_model import resolve_model
 from tests.engine.runner.test_rank_layout import EXPERTS, SPARSE, saved
+from tests.model.families import random_config, random_model
 from tests.model.layers.test_attention_forms import small
 from tests.ranks import Ranks
 
@@ -97,7 +100,8 @@ def check(ranks: Ranks, folders: list[Path], size: int, **layout: int) -> list[l
         state, own = first["state"], llm.engine.state()
         copies = layout["dp_attention"]
         assert state["kv_capacity_tokens"] == copies * own["kv_capacity_tokens"] and state["dp_ranks"] == copies
-        assert state["prefix_hits_total"] > 0 and not state["running"] and not state["kv_used_fraction"]
+        assert bool(state["prefix_hits_total"]) == bool(own["prefix_hits_total"])
+        assert not state["running"] and not state["kv_used_fraction"]
     return found
 
 
@@ -168,6 +172,22 @@ def test_preempted_requests_give_the_same_tokens(ranks: Ranks, tmp_path: Path) -
 def test_ranks_of_every_kind(ranks: Ranks, tmp_path: Path, size: int, layout: dict[str, int]) -> None:
     """tp is what is left: 2, or 1."""
     check(ranks, [saved(tmp_path, name) for name in SPARSE], size, **layout)
+
+
+@pytest.mark.slow
+def test_recurrent_and_chunked_layers(ranks: Ranks, tmp_path: Path) -> None:
+    for name in ("qwen3_next", "llama4_text"):
+        random_model(name, seed_for(name)).save_pretrained(tmp_path / name)
+    check(ranks, [tmp_path / "qwen3_next", tmp_path / "llama4_text"], 2, dp_attention=2, ep=2)
+
+
+def seed_for(name: str) -> int:
+    """Of a model whose experts two ranks can divide."""
+    for seed in range(100):
+        with suppress(BadLayout):
+            check_division(from_hf(random_config(name, seed).to_dict(), name=name), tp=1, dp=2, ep=2)
+            return seed
+    raise AssertionError(f"no {name} has experts for two ranks")
 
 
 @pytest.mark.slow

@@ -71,6 +71,11 @@ def test_a_tighter_limit_of_steps_where_gaps_are_limited(tmp_path: Path) -> None
     assert few.chosen.devices < default.chosen.devices
 
 
+def test_what_is_not_priced_is_noted(tmp_path: Path) -> None:
+    found = made(tmp_path, layout={"tp": 8, "precision": "fp8"}, serve={"dp_attention": 2})
+    assert any(note.startswith("data-parallel attention is not priced") for note in found.notes())
+
+
 def test_requests_longer_than_the_model_can_hold(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"requests of 200,250 tokens exceed the 131,072 of llama-3\.1-70b"):
         made(tmp_path, traffic={**CHAT, "tokens_in": 200_000})
