@@ -93,7 +93,7 @@ class ServingPlan:
             notes.append(
                 f"{needed} devices are needed and {available} are available; raise --on or relax the objectives"
             )
-        if self.request.serve.dp_attention > 1:
+        if self.recipe.serve.dp_attention > 1:
             notes.append("data-parallel attention is not priced: what is predicted is a server without it")
         if dtypes.weights != dtypes.compute:
             notes.append(f"weights are stored in {dtypes.weights} and computed in {dtypes.compute}")
@@ -202,7 +202,7 @@ def _request(problem: TrainingProblem, cluster: Cluster, home: Home, *, is_corre
     recipe, measured = problem.recipe, problem.case.measured or problem.case.recorded
     if cluster.chip.kind == "cpu" and cluster.name == "here":  # a server is one process, however many ranks train
         measured, _ = cpu_peaks(home, cluster.chip, cluster.num_devices, 1)
-    serve = replace(recipe.serve, dtype=_dtype(problem, cluster, home))
+    serve = replace(recipe.serve, dtype=_dtype(problem, cluster, home), dp_attention=1)  # which is not priced
     request = Request(
         config=problem.model,
         cluster=problem.case.cluster,
