@@ -1,14 +1,13 @@
 """Ranks of one engine on several nodes.
 
 The first node has the server. It says when ranks start and at which port they meet; on every other node a process
-starts its share of them, and says when one has ended. Messages are lines of JSON over TCP; like the ranks' own
-connections they are neither encrypted nor authenticated, so they belong on the network of a cluster.
+starts its share of them, and says when one has ended. The messages (node_messages.py) are, like the ranks' own
+connections, neither encrypted nor authenticated, so they belong on the network of a cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import select
 import socket
@@ -19,15 +18,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from armillary import __version__
+from armillary.errors import BadInput
 from armillary.machine.network_route import route_to
 from armillary.serving.http.server import Say
 from armillary.serving.processes.engine_ipc import EngineConfig, NodePlace
+from armillary.serving.processes.node_messages import MOST_LINE, NotANode, line, message_of, number, shown
 from armillary.serving.processes.worker_process import exit_text, frame, spawn
 
 _CONNECT_EVERY_S = 1.0
 _LOOK_EVERY_S = 0.2
 _HELLO_S = 5.0
-_MOST_LINE = 1 << 16
+_MOST_SAID = 20
+"""peers that are no nodes of which the first node says so"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,7 @@ class OtherNodes:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._changed = asyncio.Event()
         self._start = 0
+        self._refused: set[str] = set()
         self.lost = ""
         """why the engine that was started last has lost ranks of another node"""
 
@@ -95,13 +99,11 @@ class OtherNodes:
 
     def _send(self, message: dict[str, int]) -> None:
         for writer in self._writers.values():
-            writer.write(_line(message))
+            writer.write(line(message))
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        rank = 0
-        with suppress(OSError, ValueError, asyncio.TimeoutError):
-            rank = int(_message(await asyncio.wait_for(reader.readline(), _HELLO_S)).get("node", 0))
-        if not 0 < rank < self._node.count:
+        rank = await self._admitted(reader, writer)
+        if not rank:
             writer.close()
             return
         if (before := self._writers.get(rank)) is not None:  # its end has not been noticed yet
@@ -109,15 +111,51 @@ class OtherNodes:
             self.lost = f"node {rank} has started again"
         self._writers[rank] = writer
         self._changed.set()
-        with suppress(OSError, ValueError):
-            while line := await reader.readline():
-                message = _message(line)
+        why = f"node {rank} has gone away"
+        try:
+            while data := await reader.readline():
+                message = message_of(data)
                 if message.get("lost") == self._start:
                     self.lost = f"a rank of node {rank} has ended ({message.get('why')})"
+        except (OSError, ValueError, NotANode) as error:  # ValueError: a line that is too long
+            why = f"node {rank} has gone away ({error})"
         if self._writers.get(rank) is writer:
             del self._writers[rank]
-            self.lost = self.lost or f"node {rank} has gone away"
+            self.lost = self.lost or why
         writer.close()
+
+    async def _admitted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+        """The rank of the node that has connected; 0 where it is none of this engine's, which is told and said."""
+        try:
+            hello = message_of(await asyncio.wait_for(reader.readline(), _HELLO_S))
+            rank = number(hello, "node")
+        except (OSError, ValueError, NotANode) as error:  # OSError: also a timeout
+            host = (writer.get_extra_info("peername") or ("?",))[0]
+            self._say_refused(f"{host} connected and is not a node of this engine ({error or 'it sent nothing'})")
+            return 0
+        refused = self._why_refused(hello, rank)
+        answer = {"refused": refused} if refused else {"welcome": rank, "version": __version__}
+        with suppress(OSError):
+            writer.write(line(answer))
+            await writer.drain()
+        if refused:
+            self._say_refused(refused)
+        return 0 if refused else rank
+
+    def _why_refused(self, hello: dict[str, Any], rank: int) -> str:
+        count = self._node.count
+        if hello.get("version") != __version__:
+            theirs = shown(str(hello.get("version")).encode())
+            return f"node {rank} has armillary {theirs}, the first node '{__version__}'; install the same on both"
+        if hello.get("of") != count or not 0 < rank < count:
+            return f"node {rank} has another serve.nodes or serve.node_rank than one of 1 to {count - 1} of {count}"
+        return ""
+
+    def _say_refused(self, text: str) -> None:
+        """Once, and of so many peers."""
+        if text not in self._refused and len(self._refused) < _MOST_SAID:
+            self._refused.add(text)
+            self._say(text)
 
 
 def serve_node(config: EngineConfig, ranks: int, say: Say) -> None:
@@ -126,11 +164,14 @@ def serve_node(config: EngineConfig, ranks: int, say: Say) -> None:
     try:
         while True:
             say(f"node {node.rank} of {node.count}: connecting to {node.host}:{node.port}")
-            with _connected_to(node, say) as sock:
-                sock.sendall(_line({"node": node.rank}))
+            with _joined(node, say) as connection:
                 say(f"node {node.rank} of {node.count}: ranks start when the first node says so")
-                _obey(sock, started, say)
-            say("the first node has gone away")
+                try:
+                    _obey(connection, started, say)
+                    say("the first node has gone away")
+                except NotANode as error:
+                    say(f"the connection to the first node is given up: {error}")
+            time.sleep(_CONNECT_EVERY_S)
     finally:
         started.end()
 
@@ -175,54 +216,100 @@ class _LocalRanks:
         self._processes, self.number = [], 0
 
 
-def _obey(sock: socket.socket, ranks: _LocalRanks, say: Say) -> None:
+class _Lines:
+    """A connection to the first node, and the lines that came."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self._pending = sock, b""
+        self._next: list[bytes] = []  # that came with the first line
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+
+    def received(self, timeout_s: float) -> list[bytes] | None:
+        """Complete lines, after at most so long; None at the end of the connection, NotANode for a line too long."""
+        if self._next:
+            lines, self._next = self._next, []
+            return lines
+        if not select.select([self.sock], [], [], timeout_s)[0]:
+            return []
+        data = self.sock.recv(4096)
+        if not data:
+            return None
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        if len(self._pending) > MOST_LINE:
+            raise NotANode(f"it sent a line of more than {MOST_LINE:,} bytes")
+        return lines
+
+    def first(self, timeout_s: float) -> bytes:
+        """One line; NotANode where none comes in that time."""
+        end = time.monotonic() + timeout_s
+        while (left := end - time.monotonic()) > 0:
+            lines = self.received(left)
+            if lines is None:
+                break
+            if lines:
+                self._next = lines[1:]
+                return lines[0]
+        raise NotANode(f"it sent {shown(self._pending)}" if self._pending else "it sent nothing")
+
+
+def _obey(connection: _Lines, ranks: _LocalRanks, say: Say) -> None:
     """Until the connection ends, and the ranks with it."""
-    pending = b""
-    with suppress(OSError):
-        while True:
-            if select.select([sock], [], [], _LOOK_EVERY_S)[0]:
-                data = sock.recv(4096)
-                if not data or len(pending) > _MOST_LINE:
-                    break
-                *lines, pending = (pending + data).split(b"\n")
-                for message in map(_message, lines):
-                    if message.get("start"):
-                        say("starting ranks")
-                        ranks.start(int(message["start"]), int(message["port"]))
-                    else:
-                        ranks.end()
-            elif ranks.number and (how := ranks.ended()):
-                number = ranks.number
+    try:
+        while (lines := connection.received(_LOOK_EVERY_S)) is not None:
+            for message in map(message_of, lines):
+                if number(message, "start"):
+                    say("starting ranks")
+                    ranks.start(message["start"], number(message, "port"))
+                else:
+                    ranks.end()
+            if not lines and ranks.number and (how := ranks.ended()):
+                started = ranks.number
                 ranks.end()
                 say(f"a rank has ended ({how}); waiting for the next start")
-                sock.sendall(_line({"lost": number, "why": how}))
-    ranks.end()
+                connection.sock.sendall(line({"lost": started, "why": how}))
+    except OSError:
+        pass  # the connection is gone
+    finally:
+        ranks.end()
 
 
-def _connected_to(node: NodePlace, say: Say) -> socket.socket:
-    """A connection to the first node, as soon as it listens; why there is none yet is said once."""
+def _joined(node: NodePlace, say: Say) -> _Lines:
+    """A connection on which the first node has welcomed this one, as soon as it listens; why there is none yet is said
+    once. BadInput where it refuses this node."""
     said = ""
     while True:
         try:
-            sock = socket.create_connection((node.host, node.port), timeout=_HELLO_S)
+            connection = _Lines(socket.create_connection((node.host, node.port), timeout=_HELLO_S))
         except OSError as error:
-            why = error.strerror or str(error)
-            if why != said:
-                say(f"not connected yet ({why}); trying again until the first node listens")
-                said = why
-            time.sleep(_CONNECT_EVERY_S)
-            continue
-        sock.settimeout(None)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        return sock
+            why = f"not connected yet ({error.strerror or error}); trying again until the first node listens"
+        else:
+            try:
+                _greet(connection, node)
+                return connection
+            except (OSError, NotANode) as error:
+                connection.sock.close()
+                why = f"{node.host}:{node.port} is not the first node of an engine ({error}); trying again"
+            except BaseException:
+                connection.sock.close()
+                raise
+        if why != said:
+            say(why)
+            said = why
+        time.sleep(_CONNECT_EVERY_S)
 
 
-def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def _message(line: bytes) -> dict[str, Any]:
-    message = json.loads(line)
-    if not isinstance(message, dict):
-        raise ValueError("a message is an object")
-    return message
+def _greet(connection: _Lines, node: NodePlace) -> None:
+    """Both say who they are; NotANode where the other end is something else."""
+    sock = connection.sock
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.sendall(line({"node": node.rank, "of": node.count, "version": __version__}))
+    answer = message_of(connection.first(_HELLO_S))
+    if refused := answer.get("refused"):
+        raise BadInput(f"the first node refuses this one: {shown(str(refused).encode())}")
+    number(answer, "welcome")
+    sock.settimeout(None)

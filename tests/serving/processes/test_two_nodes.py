@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -10,17 +11,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from armillary import __version__
 from armillary.cli.serving.serve_nodes import node_place
 from armillary.errors import BadInput
 from armillary.serving.processes import node_ranks
-from armillary.serving.processes.engine_ipc import NodePlace
+from armillary.serving.processes.engine_ipc import EngineConfig, NodePlace
+from armillary.serving.processes.node_messages import line
+from armillary.serving.processes.node_ranks import OtherNodes
 from armillary.spec.tables.serve import Serve
+from armillary.store.home import Home
 from tests.engine.disaggregation.test_disaggregation import free_address
 from tests.serving.tiny import Server, run_server
 
@@ -33,7 +38,7 @@ LONG = BODY | {"max_tokens": 1500}
 def second_node(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
     """The command of a node without a server; what it says goes to node.out."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    line = [
+    command = [
         sys.executable,
         "-m",
         "armillary",
@@ -46,7 +51,7 @@ def second_node(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
         "serve.node_rank=1",
     ]
     with (folder.parent / "node.out").open("ab") as out:
-        process = subprocess.Popen(line, env=environment, stdout=out, stderr=out, cwd=folder.parent)
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, cwd=folder.parent)
     try:
         yield process
     finally:
@@ -117,8 +122,51 @@ def test_one_line_says_what_is_missing(
         node_place(Serve(nodes=nodes, node_rank=rank))
 
 
-def test_a_node_says_once_why_it_is_not_connected_and_goes_on_trying(monkeypatch: pytest.MonkeyPatch) -> None:
+WELCOME = line({"welcome": 1, "version": __version__})
+HELLO = {"node": 1, "of": 2, "version": __version__}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_ranks, "_CONNECT_EVERY_S", 0.01)
+    monkeypatch.setattr(node_ranks, "_HELLO_S", 0.2)
+    monkeypatch.setattr(node_ranks, "_LOOK_EVERY_S", 0.02)
+
+
+@contextmanager
+def first_node(*answers: bytes) -> Iterator[NodePlace]:
+    """What answers a node's connections, one answer each; the last one is for all that follow."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            left = list(answers)
+            while True:
+                try:
+                    sock, _ = server.accept()
+                except OSError:
+                    return
+                sockets.append(sock)
+                sock.settimeout(5)
+                sent = left.pop(0) if len(left) > 1 else left[0]
+                with suppress(OSError):  # a node that has heard enough
+                    sock.recv(4096)
+                    sock.sendall(sent)
+                    if sent != WELCOME:
+                        sock.shutdown(socket.SHUT_WR)
+
+        sockets: list[socket.socket] = []
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        try:
+            yield NodePlace(count=2, rank=1, host="127.0.0.1", port=server.getsockname()[1])
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join(10)
+            for sock in sockets:
+                sock.close()
+
+
+def test_a_node_says_once_why_it_is_not_connected_and_goes_on_trying(quick: None) -> None:
     host, _, port = free_address(1).rpartition(":")
     said: list[str] = []
     refused = threading.Event()
@@ -131,13 +179,107 @@ def test_a_node_says_once_why_it_is_not_connected_and_goes_on_trying(monkeypatch
         refused.wait(10)
         time.sleep(0.1)  # some more tries, which say nothing
         with socket.create_server((host, int(port))) as server:
-            server.accept()[0].close()
+            sock = server.accept()[0]
+            sock.sendall(WELCOME)
+            sock.close()
 
     first = threading.Thread(target=listen)
     first.start()
-    node_ranks._connected_to(NodePlace(count=2, rank=1, host=host, port=int(port)), say).close()
+    node_ranks._joined(NodePlace(count=2, rank=1, host=host, port=int(port)), say).sock.close()
     first.join(10)
     assert len(said) == 1 and "not connected yet (Connection refused)" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n", "it sent 'HTTP/1.1 400 Bad Request'"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "it sent 'SSH-2.0-OpenSSH_9.6'"),
+        (b"\x1b[31mred\xff\n", "it sent '?[31mred"),
+        (b"[" * 9000 + b"\n", "it sent '[[["),
+        (b"17\n", "it sent '17'"),
+        (b"x" * 100_000, "a line of more than 65,536 bytes"),
+        (b"", "it sent nothing"),
+        (line({"welcome": "yes"}), "its message has no welcome"),
+    ],
+    ids=["http", "ssh", "escape codes", "nested", "no object", "long line", "silence", "no number"],
+)
+def test_something_else_on_the_port_is_one_line_and_the_node_tries_again(quick: None, answer: bytes, says: str) -> None:
+    said: list[str] = []
+    with first_node(answer, answer, answer, WELCOME) as node:
+        node_ranks._joined(node, said.append).sock.close()
+    assert len(said) == 1 and says in said[0] and "is not the first node of an engine" in said[0]
+    assert "\x1b" not in said[0] and "\n" not in said[0] and len(said[0]) < 300
+
+
+def test_a_node_that_is_refused_ends_with_the_reason(quick: None) -> None:
+    refused = line({"refused": "node 1 has armillary '0.0.1'"})
+    with (
+        first_node(refused) as node,
+        pytest.raises(BadInput, match=r"refuses this one: .*has armillary"),
+    ):
+        node_ranks._joined(node, lambda text: None)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"GET / HTTP/1.1\n", b"{}\n", line({"start": "now"}), line({"start": 1}), b"y" * 100_000],
+    ids=["text", "empty", "no number", "no port", "long line"],
+)
+def test_a_first_node_that_goes_wrong_is_given_up_and_joined_again(quick: None, message: bytes, tmp_path: Path) -> None:
+    said: list[str] = []
+    joined = 0
+
+    def say(text: str) -> None:
+        nonlocal joined
+        said.append(text)
+        joined += "ranks start when" in text
+        if joined == 2:
+            raise KeyboardInterrupt  # the user
+
+    with first_node(WELCOME + message, WELCOME) as node, pytest.raises(KeyboardInterrupt):
+        node_ranks.serve_node(EngineConfig(model="m", serve=Serve(), home=Home.at(tmp_path), nodes=node), 2, say)
+    assert sum("the connection to the first node is given up: it" in text for text in said) == 1
+
+
+def test_the_first_node_refuses_what_is_no_node_of_its_engine_and_goes_on(quick: None) -> None:
+    host, _, port = free_address(1).rpartition(":")
+    said: list[str] = []
+    sent = {
+        b"GET / HTTP/1.1\r\nHost: here\r\n\r\n": "it sent 'GET / HTTP/1.1'",
+        b"z" * 100_000 + b"\n": "127.0.0.1 connected and is not a node of this engine",
+        line(HELLO | {"node": [1]}): "its message has no node",
+        line(HELLO | {"version": "0.0.1"}): "has armillary '0.0.1', the first node",
+        line(HELLO | {"node": 2}): "has another serve.nodes or serve.node_rank",
+        line(HELLO | {"of": 3}): "has another serve.nodes or serve.node_rank",
+    }
+
+    async def serve() -> list[bytes]:
+        nodes = OtherNodes(NodePlace(count=2, rank=0, host=host, port=int(port)), said.append)
+        starting = asyncio.create_task(nodes.start(7))
+        await asyncio.sleep(0.05)
+        answers = []
+        for data in [*sent, *sent, line(HELLO)]:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            with suppress(OSError):
+                writer.write(data)
+                await writer.drain()
+                answers.append(await asyncio.wait_for(reader.readline(), 5))
+            if data != line(HELLO):
+                writer.close()
+        await asyncio.wait_for(starting, 5)
+        answers.append(await asyncio.wait_for(reader.readline(), 5))
+        nodes._server.close()  # type: ignore[union-attr]
+        writer.close()
+        await asyncio.sleep(0.1)  # the first node's side closes too
+        return answers
+
+    answers = asyncio.run(serve())
+    assert answers[-2:] == [WELCOME, line({"start": 1, "port": 7})]
+    for says in set(sent.values()):
+        assert sum(says in text for text in said) >= 1, (says, said)
+    assert len(said) == len(set(said)), "each is said once"
+    assert any(b"refused" in answer and b"0.0.1" in answer for answer in answers)
 
 
 def test_launchers_number_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +300,6 @@ def test_launchers_number_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_one_line_says_what_cannot_be(folder: Path, flags: tuple[str, ...], says: str) -> None:
     nodes = ("--set", "serve.nodes=2@127.0.0.1:29500", "--set", "serve.node_rank=1")
-    line = [sys.executable, "-m", "armillary", "serve", str(folder), "--device", "cpu", *nodes, *flags]
-    ran = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "armillary", "serve", str(folder), "--device", "cpu", *nodes, *flags]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 2 and says in ran.stderr
