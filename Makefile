@@ -56,7 +56,6 @@ peers: $(PEERS_READY) ## against other people's programs, in a venv of their own
 	@.venv-peers/bin/python -m pytest -q -m peers
 
 test-hub: $(PEERS_READY) ## published quantized checkpoints against transformers, with internet access (about 4 GB)
-	@.venv-peers/bin/python -m pip install --quiet gptqmodel || echo 'note: no gptqmodel, so GPTQ and AWQ are skipped'
 	@.venv-peers/bin/python -m pytest -q -m hub
 
 lint: $(READY)
@@ -89,7 +88,9 @@ $(READY):
 
 $(PEERS_READY):
 	@$(call check_python)
-	@$(call install,.venv-peers,'.[torch$(comma)data$(comma)http$(comma)dev]' bitsandbytes kubernetes kubernetes-validate peft mlflow wandb anthropic 'lm-eval[api$(comma)hf]' guidellm)
+	@$(call install,.venv-peers,'.[torch$(comma)data$(comma)http$(comma)dev]' bitsandbytes kubernetes kubernetes-validate peft mlflow wandb anthropic 'lm-eval[api$(comma)hf]' guidellm auto-round)
+	@.venv-peers/bin/python -m pip install --quiet --no-deps autoawq # its dependencies are those of older releases of transformers
+	@.venv-peers/bin/python -m pip install --quiet gptqmodel optimum || echo 'note: no gptqmodel, so its files are not tested, and GPTQ and AWQ of the Hub are skipped'
 	@bash benchmarks/install_llama_cpp.sh .venv-peers
 	@touch $@
 

@@ -117,7 +117,7 @@ def _auto_round(table: dict[str, Any]) -> ReadModule:
         raise BadModel("auto-round weights with rotation_config are not supported; take those without")
     if kind == "fp" and bits == 8:
         return _fp8(table)
-    if packing == "llm_compressor" and kind in ("mx_fp", "nv_fp", "nv_fp4_with_static_gs"):
+    if packing == "llm_compressor" and kind == "mx_fp":
         weights = {"num_bits": bits, "type": "float"}
         return _compressed_tensors({"config_groups": {"": {"targets": ["Linear"], "weights": weights}}})
     if kind == "int" and packing in _AUTO_ROUND:
