@@ -17,8 +17,7 @@ from torch import Tensor
 from armillary.engine.runner.device_state import DeviceRows
 from armillary.engine.runner.draft_model import DraftModel
 from armillary.engine.runner.executor import FastExecutor
-from armillary.engine.runner.forward import Inputs
-from armillary.engine.runner.step_input import Shape, Step
+from armillary.engine.runner.step_input import Inputs, Shape, Step
 from armillary.model.multi_token import MtpLayer
 from armillary.model.transformer import Transformer
 

@@ -20,12 +20,12 @@ from armillary.engine.runner.cuda_graphs import GraphSteps, Steps, first_line, i
 from armillary.engine.runner.device_state import DeviceRows, block_shape
 from armillary.engine.runner.engine_kernels import EngineKernels, kernels_of_packed, pick_kernels
 from armillary.engine.runner.expert_counters import ExpertCounters
-from armillary.engine.runner.forward import Forward, Inputs, gathered, inputs_of, layer_places
+from armillary.engine.runner.forward import Forward, layer_places
 from armillary.engine.runner.pooled_prompts import pool, store_pooled
 from armillary.engine.runner.rank_layout import Pipeline
 from armillary.engine.runner.recurrent_states import make_states
 from armillary.engine.runner.sampler import DeviceSampler, Masks
-from armillary.engine.runner.step_input import Ints, Shape, Step
+from armillary.engine.runner.step_input import Inputs, Ints, Shape, Step, gathered, inputs_of
 from armillary.engine.runner.step_results import sampled_sequence, set_drafts, store_logprobs, store_prompt_logprobs
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.settings import rope_switch

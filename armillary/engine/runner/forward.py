@@ -6,8 +6,8 @@ kernels then. Nothing here waits for the device, so that a step can be captured 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from armillary.engine.runner.linear.linear_fn import Dense, LinearFn
 from armillary.engine.runner.mixture_layer import run_mixture, run_small_mixture
 from armillary.engine.runner.rank_layout import Pipeline
 from armillary.engine.runner.rotary_tables import angle_tables, query_factors
-from armillary.engine.runner.step_input import Shape
+from armillary.engine.runner.step_input import Inputs, Shape, gathered, inputs_of
 from armillary.engine.runner.token_gather import GatheredTokens, run_without_tokens
 from armillary.kernels.delta.delta_rows import RowBatch
 from armillary.kernels.gemm.skinny import MAX_TOKENS
@@ -45,29 +45,6 @@ Reduce = Callable[[Tensor], Tensor]
 def no_reduce(x: Tensor) -> Tensor:
     """The all-reduce of a single rank."""
     return x
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """A step on the device."""
-
-    shape: Shape
-    packed: Tensor  # int32, the parts of the shape
-    wide: Tensor  # the same, int64
-    decode_inputs: Any = None
-    """decode inputs gathered in one launch (kernels/paged/decode_inputs_triton.py); None: each gathered where used"""
-
-    def narrow(self, name: str) -> Tensor:
-        at, size = self.shape.parts()[name]
-        return self.packed[at : at + size]
-
-    def long(self, name: str) -> Tensor:
-        at, size = self.shape.parts()[name]
-        return self.wide[at : at + size]
-
-
-def inputs_of(shape: Shape, packed: Tensor) -> Inputs:
-    return Inputs(shape=shape, packed=packed, wide=packed.long())
 
 
 class LayerInputs(NamedTuple):
@@ -416,8 +393,3 @@ def _most_fused(layers: Sequence[Layer], kernels: EngineKernels) -> int:
     if not packed:
         return MAX_TOKENS
     return int(all(isinstance(linear, PackedLinear) and linear.can_fuse for linear in packed))
-
-
-def gathered(inputs: Inputs, hidden_TH: Tensor) -> Tensor:
-    """[B, H]: the last token of each sequence."""
-    return torch.index_select(hidden_TH, 0, inputs.long("lasts_B"))

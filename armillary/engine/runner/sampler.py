@@ -13,8 +13,7 @@ from torch import Tensor
 
 from armillary.engine.runner.device_state import DeviceRows
 from armillary.engine.runner.engine_kernels import EngineKernels
-from armillary.engine.runner.forward import Inputs
-from armillary.engine.runner.step_input import Extra, Ints, Step
+from armillary.engine.runner.step_input import Extra, Inputs, Ints, Step
 from armillary.kernels.sampling.sampling import Draws, Penalties
 
 # B sequences of a step, S those of them whose logits are changed, P those with penalties, V vocabulary, L tokens of the

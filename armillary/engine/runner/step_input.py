@@ -1,12 +1,15 @@
-"""The input of a step as one int32 array, which is sent to the device, and to other ranks, in one copy.
+"""The input of a step as one int32 array, which is sent to the device, and to other ranks, in one copy; `Inputs` there.
 
 The tokens themselves are on the device already.
 """
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from armillary.engine.request.pooling import Pooling
 
@@ -128,3 +131,31 @@ class Step:
     def part(self, name: str) -> Ints:
         at, size = self.shape.parts()[name]
         return self.ints[at : at + size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """A step on the device."""
+
+    shape: Shape
+    packed: Tensor  # int32, the parts of the shape
+    wide: Tensor  # the same, int64
+    decode_inputs: Any = None
+    """decode inputs gathered in one launch (kernels/paged/decode_inputs_triton.py); None: each gathered where used"""
+
+    def narrow(self, name: str) -> Tensor:
+        at, size = self.shape.parts()[name]
+        return self.packed[at : at + size]
+
+    def long(self, name: str) -> Tensor:
+        at, size = self.shape.parts()[name]
+        return self.wide[at : at + size]
+
+
+def inputs_of(shape: Shape, packed: Tensor) -> Inputs:
+    return Inputs(shape=shape, packed=packed, wide=packed.long())
+
+
+def gathered(inputs: Inputs, hidden_TH: Tensor) -> Tensor:
+    """[B, H]: the last token of each sequence."""
+    return torch.index_select(hidden_TH, 0, inputs.long("lasts_B"))
