@@ -70,7 +70,9 @@ def verdict(gain: float, change: str, disaggregated: Mapping[str, float], coloca
     """'pays off: 2 devices fewer, ITL p99 5 ms instead of 9 ms, …'; without a gain or loss, where the ITL or the TTFT
     is lower and the other one is not higher."""
     compared = [
-        (name, disaggregated[key], colocated[key]) for name, key in (("ITL", "itl_p99_s"), ("TTFT", "ttft_p99_s"))
+        (name, disaggregated[key], colocated[key])
+        for name, key in (("ITL", "itl_p99_s"), ("TTFT", "ttft_p99_s"))
+        if key in disaggregated and key in colocated  # of completions of a single token there is no ITL
     ]
     lower = [ours < (1 - _SAME) * theirs for _, ours, theirs in compared]
     higher = [ours > (1 + _SAME) * theirs for _, ours, theirs in compared]
@@ -80,7 +82,7 @@ def verdict(gain: float, change: str, disaggregated: Mapping[str, float], coloca
     elif not gain and any(higher):
         head = "a trade"
     times = (f"{name} p99 {seconds_text(ours)} instead of {seconds_text(theirs)}" for name, ours, theirs in compared)
-    return f"{head}: {change}, {', '.join(times)}"
+    return f"{head}: {', '.join([change, *times])}"
 
 
 def split_pools(prefill: Server, decode: Server, objective: Objective | None = None) -> Pools:

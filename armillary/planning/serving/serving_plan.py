@@ -267,11 +267,13 @@ def _is_set(layout: Layout) -> bool:
 
 
 def _refuse_too_long(request: Request) -> None:
-    tokens = max(each.tokens_in + each.tokens_out for each in request.traffic.streams)
     limit = request.serve.max_model_len or request.config.context
-    if tokens > limit:
+    for key, stream in zip(("tokens_in", "long_tokens_in"), request.traffic.streams, strict=False):
+        tokens = stream.tokens_in + stream.tokens_out
+        if tokens <= limit:
+            continue
         raise BadInput(
-            f"requests of {tokens:,} tokens exceed the {limit:,} of {request.config.name}; shorten traffic.tokens_in"
+            f"requests of {tokens:,} tokens exceed the {limit:,} of {request.config.name}; shorten traffic.{key}"
         )
 
 

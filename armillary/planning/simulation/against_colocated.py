@@ -56,11 +56,11 @@ class AgainstColocated:
         ]
         for name, key in (("ITL", "itl"), ("TTFT", "ttft")):
             for percent in (50, 99):
-                times = [each.gauges[f"{key}_p{percent}_s"] for each in (self.disaggregated, self.colocated)]
-                rows.append((f"{name} p{percent}", seconds_text(times[0]), seconds_text(times[1])))
+                times = [each.gauges.get(f"{key}_p{percent}_s") for each in (self.disaggregated, self.colocated)]
+                rows.append((f"{name} p{percent}", _text(times[0]), _text(times[1])))
         for percent in (50, 99) if self.disaggregated.long_ttfts else ():
-            times = [each.long_ttfts[percent] for each in (self.disaggregated, self.colocated)]
-            rows.append((f"TTFT p{percent}, long prompts", seconds_text(times[0]), seconds_text(times[1])))
+            times = [each.long_ttfts.get(percent) for each in (self.disaggregated, self.colocated)]
+            rows.append((f"TTFT p{percent}, long prompts", _text(times[0]), _text(times[1])))
         ours, theirs = self.goodputs
         return [
             *rows,
@@ -80,6 +80,11 @@ def against_colocated(disaggregated: FleetOutcome, seed: int = 0) -> AgainstColo
     cases = (replace(case, fleet=fleet, system=replace(case.system, settings=each)) for each in tried)
     outcomes = [FleetOutcome(each, each.run(seed=seed)) for each in cases]
     return AgainstColocated(disaggregated, max(outcomes, key=_goodput))
+
+
+def _text(seconds: float | None) -> str:
+    """Completions of a single token have no ITL."""
+    return "–" if seconds is None else seconds_text(seconds)
 
 
 def _goodput(outcome: FleetOutcome) -> float:

@@ -61,6 +61,8 @@ def disaggregated(case: FleetCase, seed: int) -> FleetRun:
 
 
 def _check(case: FleetCase) -> None:
+    if not case.fleet.replicas:
+        raise BadInput("fleet.prefill_replicas needs replicas that decode; set fleet.replicas=1 or more")
     if case.autoscale.is_on or case.fleet.failures_per_hour:
         raise BadInput(
             "fleet.prefill_replicas is simulated with fixed pools that do not fail; leave autoscale.max_replicas and "

@@ -103,6 +103,8 @@ def fleet_case(
 ) -> FleetCase:
     """The recipe's service; measured step times, KV cache and requests take the place of planned ones."""
     serve, weight = recipe.serve, 1.0
+    if serve.dp_attention > 1:
+        raise BadInput("a server with data-parallel attention is not simulated; leave serve.dp_attention 1")
     if arrivals is None:
         weight = _thinned(recipe)
         given = recipe.traffic
@@ -111,6 +113,8 @@ def fleet_case(
         ramp_to = recipe.load.ramp_to
         load = replace(recipe.load, ramp_to=None if ramp_to is None else ramp_to / weight)
         arrivals = arrivals_of(traffic, load)
+    if not arrivals:
+        raise BadInput(f"no request comes within {recipe.traffic.duration_s:g} s; raise traffic.duration_s")
     devices = recipe.layout.tp * recipe.layout.pp * recipe.layout.ep
     prompt = max(1, round(sum(each.tokens_in for each in arrivals) / len(arrivals)))
     context = max(1, prompt + round(sum(each.tokens_out for each in arrivals) / len(arrivals) / 2))

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from armillary.cli.simulate.simulate import simulate
+from armillary.errors import BadInput
 from armillary.fleet.autoscale.decision_log import AutoscalerStart, Logged, append
 from armillary.fleet.autoscale.policy import Autoscaler
 from armillary.fleet.autoscale.replica_capacity import Limits
@@ -72,6 +73,22 @@ def test_what_cannot_be_simulated_is_said_in_a_line(recipe: Path) -> None:
     for args, words in ((["--sweep", "serve.max_running=4"], "two values"), ([], "give a recipe")):
         result = CliRunner().invoke(simulate, [*([str(recipe)] if args else []), *args])
         assert result.exit_code != 0 and words in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("traffic.duration_s=0.01", "no request comes within 0.01 s"),
+        ("serve.dp_attention=2", "data-parallel attention is not simulated"),
+        ("traffic.long_requests_per_s=1 fleet.prefill_replicas=1 fleet.replicas=0", "needs replicas that decode"),
+        ("traffic.long_requests_per_s=1 load.trace=azure.csv", "load.trace or traffic.long_requests_per_s out"),
+        ("traffic.long_requests_per_s=1 traffic.long_tokens_in=50000", "shorten traffic.long_tokens_in"),
+    ],
+)
+def test_settings_that_cannot_be_simulated(tmp_path: Path, recipe: Path, setting: str, words: str) -> None:
+    overrides = [part for each in setting.split() for part in ("--set", each)]
+    result = CliRunner().invoke(simulate, [str(recipe), *overrides, "--home", str(tmp_path / "home")])
+    assert isinstance(result.exception, BadInput) and words in str(result.exception)
 
 
 def test_an_autoscalers_log_is_decided_again(tmp_path: Path) -> None:

@@ -79,6 +79,13 @@ def test_the_plan_advises_what_the_simulation_shows(tmp_path: Path, overrides: t
         assert found.disaggregated.gauges[gauge] == pytest.approx(plan.pools.predicted()[gauge], rel=0.2)
 
 
+def test_completions_of_one_token_have_no_gaps_to_compare(tmp_path: Path) -> None:
+    one_token = ("traffic.tokens_out=1", "traffic.long_tokens_out=1", "traffic.duration_s=3")
+    found = compared(case_of(tmp_path, "8b_2xh200", *one_token))
+    assert ("ITL p99", "–", "–") in found.rows()
+    assert "TTFT p99" in found.verdict and "ITL" not in found.verdict
+
+
 def test_the_plan_for_70b_has_the_recipe_s_pools(tmp_path: Path) -> None:
     plan, fleet = planned(tmp_path, "70b_8xh200"), case_of(tmp_path, "70b_8xh200").fleet
     assert plan.pools is not None and plan.pools.devices == plan.request.cluster.num_devices
