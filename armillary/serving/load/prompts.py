@@ -81,7 +81,7 @@ def _wrapped(items: Any, start: int, length: int) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class PromptMaker:
     """Makes the prompts of a test; equal seeds give equal prompts. A prompt has `overhead` tokens of the server's chat
-    template and begins with one of `prefixes` prefixes of `shared` tokens."""
+    template and begins with one of `prefixes` prefixes of `shared` tokens, but for those of the second stream."""
 
     cut: PromptCutter
     overhead: int = 0
@@ -95,7 +95,7 @@ class PromptMaker:
         tokens = max(1, row.tokens_in - self.overhead)
         if row.blocks:
             return self._from_blocks(row, tokens)
-        if not self.shared:
+        if not self.shared or row.is_long:
             return self.cut(tokens, rng)
         shared = min(self.shared, tokens)
         which = Random(f"prefix {rng.randrange(self.prefixes)}")

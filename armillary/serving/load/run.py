@@ -112,15 +112,16 @@ def _check_length(probed: ProbedServer, test: LoadTest) -> None:
     traffic, longest = test.traffic, probed.max_model_len
     if traffic.long_requests_per_s and test.load.concurrency:
         raise BadInput("traffic.long_requests_per_s needs the open loop; leave it or load.concurrency out")
-    max_tokens = max(each.tokens_in + each.tokens_out for each in traffic.streams)
-    if longest is None or test.load.trace or max_tokens <= longest:
+    if longest is None or test.load.trace:
         return
     half = max(1, longest // 2)
-    raise BadInput(
-        f"{probed.target.model} takes {longest:,} tokens per request, this traffic has {traffic.tokens_in:,} + "
-        f"{traffic.tokens_out:,}; try --set traffic.tokens_in={half} --set traffic.tokens_out="
-        f"{min(traffic.tokens_out, half)}"
-    )
+    for key, stream in zip(("", "long_"), traffic.streams, strict=False):
+        if stream.tokens_in + stream.tokens_out > longest:
+            raise BadInput(
+                f"{probed.target.model} takes {longest:,} tokens per request, this traffic has {stream.tokens_in:,} + "
+                f"{stream.tokens_out:,}; try --set traffic.{key}tokens_in={half} --set traffic.{key}tokens_out="
+                f"{min(stream.tokens_out, half)}"
+            )
 
 
 def _job(probed: ProbedServer, test: LoadTest, seed: int) -> SendJob:

@@ -31,6 +31,8 @@ def planned_requests(traffic: Traffic, load: Load, *, seed: int) -> list[Planned
     """Requests of warm-up and test, of an open loop; a closed loop draws its requests from `lengths` when a client is
     free."""
     if load.trace:
+        if traffic.long_requests_per_s:
+            raise BadInput("a trace has all of its requests; leave load.trace or traffic.long_requests_per_s out")
         return _from_trace(traffic, load)
     assert load.concurrency is None, "a closed loop draws its requests as it runs"
     warm, draw = warmup_s(traffic, load), lengths(traffic, load, seed)

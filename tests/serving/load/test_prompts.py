@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,13 @@ def test_beginnings_are_shared() -> None:
     heads = [texts.prompt(i, row(150))[:400] for i in range(20)]
     tails = {texts.prompt(i, row(150))[400:] for i in range(20)}
     assert len(set(heads)) == 2 and len(tails) == 20
+
+
+def test_the_second_stream_shares_nothing() -> None:
+    texts = PromptMaker(cut=CUT, shared=100)
+    long = [replace(row(150), is_long=True) for _ in range(2)]
+    heads = {texts.prompt(i, each)[:400] for i, each in enumerate([row(150), row(150), *long])}
+    assert len(heads) == 3
 
 
 def test_mooncake_blocks_are_text_by_name() -> None:

@@ -225,6 +225,12 @@ def test_requests_that_the_server_is_too_short_for_are_not_sent(cli: Callable[..
     assert fits.code == 0, fits.err
 
 
+def test_long_prompts_that_the_server_is_too_short_for_are_named(cli: Callable[..., Any]) -> None:
+    with fake_server(card={"max_model_len": 4096}) as fake:
+        ran = cli("load", fake.url, "--rate", "4", "--set", "traffic.long_requests_per_s=1")
+    assert ran.code == 2 and "this traffic has 8,192 + 64; try --set traffic.long_tokens_in=2048" in ran.err
+
+
 @pytest.mark.slow
 def test_the_verb_searches(cli: Callable[..., Any]) -> None:
     """Ten requests at 100 a second succeed, whatever comes after them fails."""
