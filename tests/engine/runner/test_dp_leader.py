@@ -272,6 +272,8 @@ def test_experts_divide_all_ranks() -> None:
     check_division(small(name="small", moe=EXPERTS), tp=1, dp=4, ep=4)
     with pytest.raises(BadLayout, match=r"serve\.ep=3 does not divide 4 ranks, 4 experts"):
         check_division(small(name="small", moe=EXPERTS), tp=1, dp=4, ep=3)
+    with pytest.raises(BadLayout, match=r"no serve\.ep does; take another number of ranks"):
+        check_division(small(name="small", moe=EXPERTS), tp=1, dp=3)
 
 
 def test_it_needs_ranks(tmp_path: Path) -> None:
