@@ -106,6 +106,8 @@ def _tensor(array: Array | None) -> Tensor | None:
 class StepReports:
     """Sends what steps gave to rank 0, from a thread: the next step is launched while the device still runs."""
 
+    error: Exception | None = None
+
     def __init__(self, channel: StepReceiver) -> None:
         self._channel = channel
         self._queue: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
@@ -122,11 +124,15 @@ class StepReports:
 
     def _run(self) -> None:
         while (launched := self._queue.get()) is not None:
-            if launched.done is not None:
-                launched.done.synchronize()
             try:
+                if launched.done is not None:
+                    launched.done.synchronize()
                 self._channel.send_report(_report(launched))
             except OSError:  # rank 0 has ended, as the other thread notices
+                return
+            except Exception as error:  # rank 0 waits for the report, and the other thread for a step
+                self.error = error
+                self._channel.shut_down()
                 return
 
 

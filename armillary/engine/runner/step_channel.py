@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -101,6 +102,11 @@ class StepReceiver:
 
     def send_report(self, report: StepReport) -> None:
         self._sock.sendall(encode_report(report))
+
+    def shut_down(self) -> None:
+        """End the connection under `receive` in another thread, and on rank 0."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()

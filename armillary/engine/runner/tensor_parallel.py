@@ -290,6 +290,9 @@ class Leader:
 class Reports(Protocol):
     """Tells rank 0 what a step gave on this rank (`dp_leader`)."""
 
+    error: Exception | None
+    """why it could not, so that the connection was ended"""
+
     def put(self, launched: Launched) -> None: ...
 
     def close(self) -> None: ...
@@ -313,6 +316,8 @@ def follow(
     while True:
         message = channel.receive()
         if message is None:
+            if reports is not None and reports.error is not None:
+                raise reports.error
             raise RankGone("rank 0 has ended; restart the engine")
         if message.adapter is not None:
             slot, folder = message.adapter

@@ -139,11 +139,7 @@ class DpScheduler(Scheduler):
         return outcome
 
     def retreat(self, decision: Decision, now: float, error: str) -> None:
-        assert isinstance(decision, DpDecision) and decision is self.under_way[-1], "only the last can be taken back"
-        self.under_way.pop()
-        for rank, part in zip(self.ranks, decision.parts, strict=True):
-            rank.retreat(part, now, error)
-        self.request_table.refresh()
+        raise AssertionError("other ranks have begun the step already: without memory for it the engine fails")
 
     def fail(self, now: float, error: str) -> list[Sequence]:
         self.under_way.clear()

@@ -17,8 +17,11 @@ from armillary.engine.engine import Completion
 from armillary.engine.llm import LLM
 from armillary.engine.request.pooling import Pooling
 from armillary.engine.request.sampling_params import SamplingParams
+from armillary.engine.runner import dp_leader
+from armillary.engine.runner.executor import Launched
 from armillary.engine.runner.rank_layout import check_division
 from armillary.engine.runner.step_bytes import PREFIX, StepReport, decode_report, encode_report
+from armillary.engine.runner.step_channel import RankGone
 from armillary.engine.runner.token_gather import GatheredTokens
 from armillary.errors import BadInput, BadLayout, BadRecipe
 from armillary.model.moe.packed_experts import PackedExperts
@@ -154,6 +157,31 @@ def test_preempted_requests_give_the_same_tokens(ranks: Ranks, tmp_path: Path) -
     llm = LLM(saved(tmp_path, "mixtral"), TABLE, device="cpu")
     (found, count), _ = ranks.run(2, preempted, str(tmp_path / "mixtral"), 10 * llm.plan.block_bytes)
     assert found == [made.tokens for made in llm.generate(PROMPTS, GREEDY)] and count > 0
+
+
+def unreported(where: str) -> str:
+    """How each rank ends where the second cannot say what its steps gave."""
+
+    def broken(launched: Launched) -> StepReport:
+        raise RuntimeError("the device failed")
+
+    table = replace(TABLE, dp_attention=2)
+    with join_world("cpu") as world, pytest.MonkeyPatch.context() as monkeypatch:
+        llm = LLM(where, table, world=world)
+        monkeypatch.setattr(dp_leader, "_report", broken)
+        try:
+            if world.rank:
+                llm.follow()
+            else:
+                llm.generate(PROMPTS, GREEDY)
+        except (RuntimeError, RankGone) as error:
+            return str(error)
+    return "it ended without an error"
+
+
+def test_a_rank_that_cannot_report_ends_and_rank_0_learns_of_it(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(2, unreported, str(saved(tmp_path, "mixtral")))
+    assert "rank 1 has ended" in first and second == "the device failed"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.dp_scheduler import DpDecision, DpScheduler
 from armillary.engine.scheduler.invariants import check_idle
 from armillary.engine.scheduler.settings import Settings
-from armillary.engine.scheduler.step_loop import Loop, StepTooLarge
+from armillary.engine.scheduler.step_loop import Loop
 from tests.engine.fake import EOS, VOCAB, FakeExecutor, ask, expected
 
 
@@ -32,17 +32,13 @@ def make_scheduler(num_ranks: int = 2, num_blocks: int = 12, *, prefix: bool = T
 
 
 class Executors:
-    """One per dp rank; `small` steps find no memory."""
+    """One per dp rank."""
 
-    def __init__(self, scheduler: DpScheduler, small: Items[int] = ()) -> None:
+    def __init__(self, scheduler: DpScheduler) -> None:
         self.ranks = [FakeExecutor(cache, scheduler.settings.max_running) for cache in scheduler.caches]
-        self.steps, self.small = 0, small
 
     def launch(self, decision: Decision) -> list[int]:
         assert isinstance(decision, DpDecision)
-        self.steps += 1
-        if self.steps in self.small:
-            raise StepTooLarge("no memory")
         return [
             token
             for rank, part in zip(self.ranks, decision.parts, strict=True)
@@ -54,16 +50,9 @@ class Executors:
         return drawn
 
 
-def run(
-    scheduler: DpScheduler,
-    requests: Items[Request],
-    *,
-    overlap: bool = False,
-    every: int = 0,
-    small: Items[int] = (),
-) -> dict[str, Any]:
+def run(scheduler: DpScheduler, requests: Items[Request], *, overlap: bool = False, every: int = 0) -> dict[str, Any]:
     """Serve `requests`, a new one each `every` steps (0: all at once), until all are done; id -> sequence."""
-    loop = Loop(scheduler, Executors(scheduler, small), overlap=overlap, clock=lambda: float(number))
+    loop = Loop(scheduler, Executors(scheduler), overlap=overlap, clock=lambda: float(number))
     left, answers = list(requests), {}
     for number in range(5000):
         for request in left[: 1 if every else len(left)] if not every or not number % every else ():
@@ -182,12 +171,6 @@ def test_a_rank_without_rows_has_an_empty_part() -> None:
     scheduler.submit(ask("alone", [3] * 8), 0.0)
     decision = scheduler.schedule(0.0)
     assert [part.empty for part in decision.parts] == [False, True] and not decision.empty
-
-
-def test_steps_without_memory_are_smaller_on_every_rank() -> None:
-    requests = [ask(f"r{i}", prompt, 8) for i, prompt in enumerate(prompts(6))]
-    answers = run(make_scheduler(2), requests, small=(2, 5))
-    assert all(seq.output == expected(seq.request) for seq in answers.values())
 
 
 def test_a_step_that_fails_ends_the_requests_in_it() -> None:
