@@ -25,7 +25,9 @@ def everyone() -> Group:
     return Group(name=group.group_name, size=dist.get_world_size(), rank=dist.get_rank())
 
 
-def played(monkeypatch: pytest.MonkeyPatch, *, wrong_on: int = -1, broken_on: int = -1) -> tuple[Any, list[int]]:
+def played(
+    monkeypatch: pytest.MonkeyPatch, *, wrong_on: int = -1, broken_on: int = -1, fails: bool = False
+) -> tuple[Any, list[int]]:
     """What `device_sum` gives where memory is shared and sums are gloo's; and the sizes that went that way."""
     group, sizes = everyone(), list[int]()
 
@@ -34,6 +36,8 @@ def played(monkeypatch: pytest.MonkeyPatch, *, wrong_on: int = -1, broken_on: in
 
     def one_shot(buffer: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
         sizes.append(x.numel())
+        if fails:
+            raise RuntimeError("no such operation")
         total = all_reduce(x, group)
         return total + 1 if group.rank == wrong_on else total
 
@@ -63,14 +67,14 @@ def test_long_uneven_and_integer_tensors_are_left_to_the_process_group(ranks: Ra
 
 def wrong_or_broken() -> list[bool]:
     found = []
-    for case in ({"wrong_on": 1}, {"broken_on": 0}, {}):
+    for case in ({"wrong_on": 1}, {"broken_on": 0}, {"fails": True}, {}):
         with pytest.MonkeyPatch.context() as monkeypatch:
             found.append(played(monkeypatch, **case)[0] is None)
     return found
 
 
 def test_all_take_the_process_group_where_one_differs_or_cannot(ranks: Ranks) -> None:
-    assert ranks.run(2, wrong_or_broken) == [[True, True, False]] * 2
+    assert ranks.run(2, wrong_or_broken) == [[True, True, True, False]] * 2
 
 
 def unshared() -> bool:
