@@ -20,8 +20,8 @@ from armillary.machine.accelerator import accelerator_of
 
 
 class LoraTile(NamedTuple):
-    """Tile sizes of both kernels. docs/adapters.md has their figures on an H200, but for `chunks` and the splits of long
-    inputs, which are not timed."""
+    """Tile sizes of both kernels. docs/adapters.md has their figures on an H200; `chunks` and the splits of long inputs
+    are not timed."""
 
     rows: int = 16
     step: int = 128  # most inputs per step of the first
