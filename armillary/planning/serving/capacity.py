@@ -100,7 +100,7 @@ def saturated(server: Server, requests: int) -> Generation:
         round(tokens_in),
         round(tokens_out),
         chunk=budget,
-        cached=server.cached,
+        cached=max(0, round(tokens_in) - server.prompt),
     )
 
 

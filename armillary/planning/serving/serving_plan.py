@@ -93,8 +93,11 @@ class ServingPlan:
             notes.append(
                 f"{needed} devices are needed and {available} are available; raise --on or relax the objectives"
             )
-        if self.recipe.serve.dp_attention > 1:
-            notes.append("data-parallel attention is not priced: what is predicted is a server without it")
+        if (copies := self.recipe.serve.dp_attention) > 1 and self.capacity.server.replica.split.ep == 1:
+            notes.append(
+                "serve.dp_attention is not priced: what is predicted is a server without it; nearest is --set "
+                f"layout.ep={copies}, ranks with requests of their own that send tokens to each other's experts"
+            )
         if dtypes.weights != dtypes.compute:
             notes.append(f"weights are stored in {dtypes.weights} and computed in {dtypes.compute}")
         if dtypes.weights in ("int4", "fp4"):

@@ -95,6 +95,14 @@ def test_all_at_once_is_what_the_scheduler_makes_of_a_queue(rows: int, shape: tu
     assert found.rows_limit
 
 
+def test_all_at_once_with_a_prefix_that_only_one_stream_shares() -> None:
+    """A mean prompt can be shorter than the prefix."""
+    mixed = replace(CHAT, shared_prefix=990, long_requests_per_s=80, long_tokens_in=1)
+    apart = replace(CHAT, tokens_in=10, long_requests_per_s=80, long_tokens_in=1)
+    shared, short = (saturated(server(traffic=each), 64).total_s for each in (mixed, apart))
+    assert shared > short > 0.9 * shared
+
+
 def test_an_idle_replica_answers_in_its_own_time() -> None:
     one = server()
     found = operating_point(one, 1e-9)

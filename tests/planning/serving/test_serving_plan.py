@@ -73,7 +73,7 @@ def test_a_tighter_limit_of_steps_where_gaps_are_limited(tmp_path: Path) -> None
 
 def test_what_is_not_priced_is_noted(tmp_path: Path) -> None:
     found = made(tmp_path, objective={"itl_p99_s": 0.1}, serve={"dp_attention": 2})
-    assert any(note.startswith("data-parallel attention is not priced") for note in found.notes())
+    assert any(note.startswith("serve.dp_attention is not priced") for note in found.notes())
 
 
 def test_requests_longer_than_the_model_can_hold(tmp_path: Path) -> None:
