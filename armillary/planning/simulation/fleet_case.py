@@ -107,14 +107,9 @@ def fleet_case(
         raise BadInput("a server with data-parallel attention is not simulated; leave serve.dp_attention 1")
     if arrivals is None:
         weight = _thinned(recipe)
-        given = recipe.traffic
-        rates = (given.requests_per_s / weight, given.long_requests_per_s / weight)
-        traffic = replace(given, requests_per_s=rates[0], long_requests_per_s=rates[1])
-        ramp_to = recipe.load.ramp_to
-        load = replace(recipe.load, ramp_to=None if ramp_to is None else ramp_to / weight)
-        arrivals = arrivals_of(traffic, load)
+        arrivals = _planned_arrivals(recipe, weight)
     if not arrivals:
-        raise BadInput(f"no request comes within {recipe.traffic.duration_s:g} s; raise traffic.duration_s")
+        raise BadInput("there is no request to simulate; raise traffic.duration_s, or name a run that served some")
     devices = recipe.layout.tp * recipe.layout.pp * recipe.layout.ep
     prompt = max(1, round(sum(each.tokens_in for each in arrivals) / len(arrivals)))
     context = max(1, prompt + round(sum(each.tokens_out for each in arrivals) / len(arrivals) / 2))
@@ -159,6 +154,17 @@ def _draft_model(serve: Serve, config: ModelConfig) -> ModelConfig:
     if (Path(name) / "config.json").is_file():
         return from_hf(read_config(Path(name)), name=Path(name).name)
     return catalogue.model(name).config
+
+
+def _planned_arrivals(recipe: Recipe, weight: float) -> Sequence[Arrival]:
+    """The recipe's requests, each of which stands for `weight`."""
+    traffic, ramp_to = recipe.traffic, recipe.load.ramp_to
+    fewer = replace(
+        traffic,
+        requests_per_s=traffic.requests_per_s / weight,
+        long_requests_per_s=traffic.long_requests_per_s / weight,
+    )
+    return arrivals_of(fewer, replace(recipe.load, ramp_to=None if ramp_to is None else ramp_to / weight))
 
 
 def _thinned(recipe: Recipe) -> float:
