@@ -186,7 +186,7 @@ def _check_experts(config: ModelConfig, tp: int, ep: int) -> None:
         raise BadLayout(f"{config.name} has no experts for serve.ep={ep}; leave it 1")
     able = [n for n in range(1, tp + 1) if tp % n == 0 and moe.num_experts % n == 0 and moe.ffn % (tp // n) == 0]
     if ep not in able:
-        others = f"try --set serve.ep={near(ep, able)}" if able else "no serve.ep does; take another number of ranks"
+        advice = f"try --set serve.ep={near(ep, able)}" if able else "no serve.ep does; take another number of ranks"
         raise BadLayout(
-            f"serve.ep={ep} does not divide {tp} ranks, {moe.num_experts} experts and their ffn of {moe.ffn}; {others}"
+            f"serve.ep={ep} does not divide {tp} ranks, {moe.num_experts} experts and their ffn of {moe.ffn}; {advice}"
         )
