@@ -37,10 +37,11 @@ class DeviceSum:
 
     def __call__(self, x: Tensor) -> Tensor:
         buffer, x = self._buffers.get(x.dtype), x.contiguous()
-        uneven = x.numel() * x.element_size() % _UNIT or x.data_ptr() % _UNIT
+        uneven = x.numel() * x.element_size() % _UNIT
         if buffer is None or not 0 < x.numel() <= buffer.numel() or uneven:
             return self._otherwise(x)
-        return _one_shot(buffer, x, self._group.name)
+        aligned = x.clone() if x.data_ptr() % _UNIT else x  # on this rank alone, maybe: all must choose the same way
+        return _one_shot(buffer, aligned, self._group.name)
 
 
 def _one_shot(buffer: Tensor, x: Tensor, group: str) -> Tensor:

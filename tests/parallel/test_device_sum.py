@@ -52,6 +52,7 @@ def sums() -> list[tuple[float, bool]]:
         reduce, sizes = played(monkeypatch)
         assert isinstance(reduce, DeviceSum)
         tensors = [torch.ones(8), torch.ones(6000), torch.ones(7), torch.ones(8, dtype=torch.int64), torch.ones(4, 2).T]
+        tensors.append(torch.ones(9)[1:] if dist.get_rank() else torch.ones(8))
         found = []
         for x in tensors:
             sizes.clear()
@@ -61,8 +62,8 @@ def sums() -> list[tuple[float, bool]]:
 
 def test_long_uneven_and_integer_tensors_are_left_to_the_process_group(ranks: Ranks) -> None:
     for found in ranks.run(2, sums):
-        assert [total for total, _ in found] == [2.0] * 5
-        assert [one_shot for _, one_shot in found] == [True, False, False, False, True]
+        assert [total for total, _ in found] == [2.0] * 6
+        assert [one_shot for _, one_shot in found] == [True, False, False, False, True, True]
 
 
 def wrong_or_broken() -> list[bool]:
