@@ -83,7 +83,7 @@ class Replay:
         plan = self.service.plan
         ahead = serve.decides_ahead("gpu" if plan is None else plan.cluster.chip.kind)
         return System(
-            settings=settings_for(self.config, serve),
+            settings=settings_for(self.config, pooled(serve)),
             num_blocks=blocks,
             block_tokens=kv.block_tokens,
             groups=kv.groups,
@@ -103,6 +103,17 @@ class Replay:
         """How far the simulated run lies from the measured one."""
         now, measured = self.simulated().gauges.get(gauge), self.service.reading.get(gauge)
         return abs(now - measured) / measured if now is not None and measured else None
+
+
+def pooled(serve: Serve) -> Serve:
+    """Copies of attention (serve.dp_attention) as one with the rows and tokens of all, as steps are recorded."""
+    copies = serve.dp_attention
+    return replace(
+        serve,
+        max_running=serve.max_running * copies,
+        max_tokens_per_step=serve.max_tokens_per_step * copies,
+        prefill_tokens=None if serve.prefill_tokens is None else serve.prefill_tokens * copies,
+    )
 
 
 Change = dict[str, Any]

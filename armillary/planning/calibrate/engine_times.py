@@ -49,6 +49,8 @@ def own_engine_time(name: str, steps: Sequence[Record], plan: Plan, home: Home) 
     """A serving run of ours: its recorded steps, priced by today's planner."""
     if plan.serve is None:
         raise BadInput(f"{name} is no serving run; calibrate with runs of armillary serve, or pages with their recipes")
+    if plan.serve.dp_attention > 1:
+        raise BadInput(f"{name} ran with data-parallel attention, which is not priced; calibrate with other runs")
     longest = plan.serve.max_model_len or plan.model.context
     fits = Traffic(
         tokens_in=max(1, longest // 2), tokens_out=max(1, longest // 4)

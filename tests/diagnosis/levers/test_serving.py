@@ -73,6 +73,22 @@ def _kv_bytes(reading: Reading) -> float:
     return Replay(service, reading.plan.model, service.cost).kv_bytes
 
 
+def test_copies_of_attention_are_replayed_as_one_with_the_rows_of_all() -> None:
+    from armillary.diagnosis.evidence.serving_run import ServingRun
+    from armillary.diagnosis.levers.serving_replay import Replay
+
+    reading = served(requests(40), max_running=4, max_tokens_per_step=512, prefill_tokens=64)
+    assert reading.plan is not None and reading.plan.serve is not None
+    one = reading.plan
+    halves = replace(one.serve, dp_attention=2, max_running=2, max_tokens_per_step=256, prefill_tokens=32)
+    found = []
+    for plan in (one, replace(one, serve=halves)):
+        service = ServingRun(reading, plan)
+        assert service.cost is not None
+        found.append(Replay(service, plan.model, service.cost).simulated().gauges)
+    assert found[0] == found[1]
+
+
 def test_as_many_servers_as_make_the_queue_go(home: Home) -> None:
     bears = served(requests(80), cost=FLAT).values["requests_per_s"]
     found = diagnose(served(requests(160, rate=1.7 * bears), cost=FLAT), home)

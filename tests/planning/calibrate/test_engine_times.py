@@ -58,6 +58,9 @@ def test_a_run_is_held_against_todays_plan_of_its_own_steps(home: Home) -> None:
     assert own_engine_time("once", reading.steps, plan, home).planned == once.planned  # never corrected twice
     short = replace(plan, serve=replace(plan.serve, max_model_len=128))  # less than the usual traffic asks for
     assert own_engine_time("short", reading.steps, short, home).measured_s == once.measured_s
+    parallel = replace(plan, serve=replace(plan.serve, dp_attention=2))
+    with pytest.raises(BadInput, match="data-parallel attention, which is not priced"):
+        own_engine_time("parallel", reading.steps, parallel, home)
     with pytest.raises(BadInput, match="no engine step"):
         own_engine_time("idle", [{"engine_step_s": 1.0}], plan, home)
 
