@@ -100,7 +100,7 @@ def _predicted(
         plan = from_layout(replace(request, objective=type(request.objective)()), recipe.layout).capacity
         if plan is None:
             return {}, ("one server does not bear this traffic",)
-        now = operating_point(plan.server, recipe.traffic.requests_per_s)
+        now = operating_point(plan.server, recipe.traffic.total_per_s)
         predicted = replace(plan, replicas=1, actual=now or plan.actual).predicted()
         return predicted | planned_service(plan.server, predicted["kv_capacity_tokens"]), ()
     except ArmillaryError as error:

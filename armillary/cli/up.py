@@ -217,14 +217,14 @@ def _limits(home: Home, recipe: Recipe, say: Any) -> Limits | None:
         limits = replica_limits(fleet_case(recipe, config, find_cluster(recipe), home))
         say(f"a replica is planned to serve {limits.requests_per_s:.3g} requests/s within the objectives")
     except ArmillaryError as error:
-        rate, objective = recipe.traffic.requests_per_s, recipe.objective
+        rate, objective = recipe.traffic.total_per_s, recipe.objective
         limits = Limits(
             requests_per_s=rate,
             in_flight=float(recipe.serve.max_running),
             ttft_s=objective.ttft_p99_s,
             itl_s=objective.itl_p99_s,
         )
-        say(f"the capacity of a replica is taken as traffic.requests_per_s={rate:g}: {error}")
+        say(f"the capacity of a replica is taken as the {rate:g} requests/s of [traffic]: {error}")
     return limits
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from armillary.documents.blocks import Bullets, Paragraph, Report, Table
-from armillary.documents.facts import PlanFacts, purposes
+from armillary.documents.facts import PlanFacts, gather, purposes
 from armillary.documents.plan_report import build_report
 from armillary.errors import BadRecipe
 from armillary.planning.training.other_sizes import with_devices
@@ -15,6 +16,7 @@ from armillary.planning.training.training_plan import training_plan
 from armillary.spec import catalogue
 from armillary.spec.recipe import recipe_from_dict
 from armillary.spec.tables.report import ReportTable
+from armillary.store.home import Home
 from tests.documents import made
 
 SECTIONS = (
@@ -46,6 +48,14 @@ def test_a_plan_for_both_has_every_section(plan_report: Report) -> None:
     assert sum(float(row[1].lstrip("$").replace(",", "")) for row in total[:-1]) == pytest.approx(
         float(total[-1][1].lstrip("$").replace(",", "")), abs=0.02
     )
+
+
+def test_a_second_stream_of_requests_counts(tmp_path: Path) -> None:
+    recipe = recipe_from_dict(made.RECIPE, ["traffic.long_requests_per_s=2", "traffic.long_tokens_in=4000"])
+    facts = gather(recipe, recipe.model_config(), recipe.cluster(), Home.at(tmp_path), ("serve",))
+    values = build_report(facts).figures.values
+    assert values["requests_per_s"] == 62 and values["tokens_in"] > 512
+    assert values["served_per_s"] == pytest.approx(60 * (512 + 128) + 2 * (4000 + 64))
 
 
 def test_the_timeline_follows_the_plan(plan_report: Report) -> None:

@@ -29,14 +29,17 @@ def add_serving(figures: Figures, plan: ServingPlan) -> Priced | None:
 
 
 def _add_traffic(figures: Figures, plan: ServingPlan) -> None:
+    """Of two streams of requests, their sum and mean lengths."""
     traffic = plan.request.traffic
-    figures.put(
-        TRAFFIC, "requests_per_s", "Requests per second", traffic.requests_per_s, "requests/s", "traffic.requests_per_s"
-    )
-    figures.put(TRAFFIC, "tokens_in", "Prompt tokens per request", traffic.tokens_in, "count", "traffic.tokens_in")
-    figures.put(
-        TRAFFIC, "tokens_out", "Completion tokens per request", traffic.tokens_out, "count", "traffic.tokens_out"
-    )
+    tokens_in, tokens_out, more = float(traffic.tokens_in), float(traffic.tokens_out), ""
+    if traffic.long_requests_per_s:
+        (tokens_in, tokens_out), more = traffic.tokens_per_request, " and traffic.long_{0}"
+    for key, label, value, unit in (
+        ("requests_per_s", "Requests per second", traffic.total_per_s, "requests/s"),
+        ("tokens_in", "Prompt tokens per request", tokens_in, "count"),
+        ("tokens_out", "Completion tokens per request", tokens_out, "count"),
+    ):
+        figures.put(TRAFFIC, key, label, value, unit, f"traffic.{key}{more.format(key)}")
     figures.derive(
         TRAFFIC, "served_per_s", "Tokens served per second", "tokens/s", "requests_per_s * (tokens_in + tokens_out)"
     )

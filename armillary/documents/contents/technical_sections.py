@@ -129,7 +129,7 @@ def reliability_section(facts: PlanFacts, figures: Figures) -> Section:
     if facts.serving is not None:
         spare = facts.serving.capacity
         rest = (spare.replicas - 1) * spare.highest.requests_per_s
-        needed = spare.server.traffic.requests_per_s
+        needed = spare.server.traffic.total_per_s
         verdict = (
             "the others still sustain the traffic within the objectives"
             if rest >= needed

@@ -142,9 +142,9 @@ def serving_costs(plan: ServingPlan) -> str:
     cost, capacity, traffic = plan.chosen.cost, plan.capacity, plan.request.traffic
     if cost is None:
         return ""
-    highest, tokens = capacity.highest.requests_per_s, traffic.tokens_in + traffic.tokens_out
+    highest, tokens = capacity.highest.requests_per_s, sum(traffic.tokens_per_request)
     second = capacity.server.replica.split.num_devices * cost.device_hour_usd / 3600
-    most = max(2 * traffic.requests_per_s, 4 * highest)
+    most = max(2 * traffic.total_per_s, 4 * highest)
     rates = [most * (i + 1) / RATES for i in range(2, RATES)]
     points = [(rate, ceil(rate / highest) * second / (rate * tokens) * 1e6) for rate in rates]
     chart = lines(
@@ -152,6 +152,6 @@ def serving_costs(plan: ServingPlan) -> str:
         label="Cost per million tokens over requests per second",
         x_name="requests/s",
         y_text=dollars_text,
-        marks=[(traffic.requests_per_s, "planned")],
+        marks=[(traffic.total_per_s, "planned")],
     )
     return section("Cost per million tokens", chart)
