@@ -159,7 +159,8 @@ def resolve_threads(
         serve=with_dtype(asked.serve, dtype),
     )
     longest, traffic = asked.serve.max_model_len or source.config.context, asked.traffic
-    if traffic.tokens_in + traffic.tokens_out > longest:  # nobody said what is asked of so short a model
+    # nobody said what is asked of so short a model
+    if any(each.tokens_in + each.tokens_out > longest for each in traffic.streams):
         recipe = replace(recipe, traffic=Traffic(tokens_in=max(1, longest // 2), tokens_out=max(1, longest // 4)))
     try:
         return serving_request(recipe, source.config, cluster, home).threads

@@ -89,11 +89,11 @@ def split_pools(prefill: Server, decode: Server, objective: Objective | None = N
     """Replicas of each pool for the traffic; both servers must have the same traffic."""
     assert prefill.traffic == decode.traffic, "both pools serve the same requests"
     objective = objective or Objective()
-    moved = {share: transfer_s(prefill.replica, each.traffic.tokens_in) for share, each in prefill.streams}
-    longest_s = max(seconds for share, seconds in moved.items() if share > 0.01)
+    moved = [(share, transfer_s(prefill.replica, each.traffic.tokens_in)) for share, each in prefill.streams]
+    longest_s = max(seconds for share, seconds in moved if share > 0.01)
     tokens = capacity(replace(decode, prefills=False), replace(objective, ttft_p99_s=None))
     first = capacity(replace(prefill, decodes=False), _for_prompts(objective, longest_s + tokens.actual.step_s))
-    return Pools(prefill=first, decode=tokens, transfer_s=moved[max(moved)], transfer_p99_s=longest_s)
+    return Pools(prefill=first, decode=tokens, transfer_s=max(moved)[1], transfer_p99_s=longest_s)
 
 
 def _for_prompts(objective: Objective, taken_s: float) -> Objective:

@@ -103,6 +103,12 @@ def test_all_at_once_with_a_prefix_that_only_one_stream_shares() -> None:
     assert shared > short > 0.9 * shared
 
 
+def test_streams_of_one_rate_have_transfers_of_their_own() -> None:
+    long_first = replace(CHAT, tokens_in=8192, long_requests_per_s=CHAT.requests_per_s, long_tokens_in=100)
+    one = server(on="h100x8", traffic=long_first)
+    assert split_pools(one, one).transfer_p99_s == transfer_s(one.replica, 8192)
+
+
 def test_an_idle_replica_answers_in_its_own_time() -> None:
     one = server()
     found = operating_point(one, 1e-9)
