@@ -180,7 +180,7 @@ def small_moe(
     dtype: torch.dtype = BF16,
     *,
     counted: bool = False,
-    packed: Any = "",
+    **packed: Any,
 ) -> None:
     from armillary.kernels.moe.expert_load import ExpertLoad
     from armillary.kernels.moe.moe import MoECase, inputs
@@ -188,13 +188,13 @@ def small_moe(
 
     name = "bf16" if dtype == BF16 else "fp32"
     case = MoECase(
-        tokens=tokens, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k, dtype=name, device="cpu", packed=packed
+        tokens=tokens, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k, dtype=name, device="cpu", **packed
     )
     load = ExpertLoad(torch.zeros(experts, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
     small_moe(*inputs(case, torch.Generator().manual_seed(0)), load if counted else None)
 
 
-def grouped_moe(tokens: int, dtype: torch.dtype = BF16, *, tma: bool, packed: Any = "") -> None:
+def grouped_moe(tokens: int, dtype: torch.dtype = BF16, *, tma: bool, **packed: Any) -> None:
     from armillary.kernels.moe.grouped_moe_triton import grouped_moe
     from armillary.kernels.moe.moe import MoECase, inputs
 
@@ -209,7 +209,7 @@ def grouped_moe(tokens: int, dtype: torch.dtype = BF16, *, tma: bool, packed: An
         device="cpu",
         bias=True,
         norm=False,
-        packed=packed,
+        **packed,
     )
     grouped_moe(*inputs(case, torch.Generator().manual_seed(0)), tma=tma)
 
@@ -275,6 +275,13 @@ def simplicial(heads: int, dtype: torch.dtype = BF16, *, hopper: bool = False) -
     launches._simplicial_backward(out, out, lse, q, kv, kv, *windows)
 
 
+PACKED_EXPERTS: dict[str, dict[str, Any]] = {
+    "mxfp4": {"packed": "mxfp4", "group": 32},
+    "nvfp4": {"packed": "nvfp4", "group": 16},
+    "int4": {"packed": "int4", "group": 96, "zeros": True},
+    "int8": {"packed": "int8"},
+    "fp8 blocks": {"packed": "fp8", "group": 96},
+}
 CASES: dict[str, Callable[[], None]] = {
     **{f"2-simplicial, {heads} heads": lambda heads=heads: simplicial(heads) for heads in (4, 128)},
     "2-simplicial, Hopper": lambda: simplicial(128, hopper=True),
@@ -287,8 +294,16 @@ CASES: dict[str, Callable[[], None]] = {
     "delta rows, fp32": lambda: delta_rows(1, FP32),
     **{f"many experts, {m} tokens": lambda m=m: grouped_moe(m, tma=True) for m in (16, 64, 160, 400)},
     **{f"many experts, pointers, {m} tokens": lambda m=m: grouped_moe(m, tma=False) for m in (16, 64, 160, 400)},
-    "many experts, mxfp4": lambda: grouped_moe(64, tma=False, packed="mxfp4"),
-    "experts for one token, mxfp4": lambda: small_moe(1, 2880, 2880, 8, 4, packed="mxfp4"),
+    **{
+        f"many experts, {name}, {m} tokens": lambda m=m, packed=packed: grouped_moe(m, tma=False, **packed)
+        for name, packed in PACKED_EXPERTS.items()
+        for m in (16, 400, 1024)
+    },
+    **{
+        f"experts for {m} tokens, {name}": lambda m=m, packed=packed: small_moe(m, 2880, 2880, 8, 4, **packed)
+        for name, packed in PACKED_EXPERTS.items()
+        for m in (1, 8)
+    },
     "many experts, fp32": lambda: grouped_moe(64, FP32, tma=False),
     **{f"latent decode, {heads} heads": lambda heads=heads: latent(heads) for heads in (16, 32, 128)},
     "latent decode, small pages": lambda: latent(16, page=16),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,16 +21,18 @@ from armillary.kernels.latent.latent_prefill import LATENT_PREFILL, LatentPrefil
 from armillary.kernels.latent.latent_to_cache import LATENT_TO_CACHE, LatentCacheCase, latent_to_cache
 from armillary.kernels.lora.grouped_lora import LORA, LoraCase, add_lora, add_lora_by_adapter
 from armillary.kernels.moe.moe import GROUPED_MOE, SMALL_MOE, MoECase
+from armillary.kernels.moe.packed_stack import DEQUANTISE_STACK, StackCase
 from armillary.kernels.norm.norm import ADD_NORM, NORM, NormCase, add_norm, norm, row_add_norm, row_norm
 from armillary.kernels.paged.paged_attention import PAGED_ATTENTION, PagedCase, by_sdpa, paged_attention
 from armillary.kernels.paged.qkv_to_cache import QKV_CACHE, QkvCase, qkv_cache, unpadded
 from armillary.kernels.pointwise.activation import ACTIVATE, ActivationCase, activate
+from armillary.kernels.quantized.weight_only import WeightFormat
 from armillary.kernels.sampling.logprobs import LOGPROBS, LogprobCase, logprobs
 from armillary.kernels.sampling.sampling import SAMPLE, SampleCase, sample, sample_rows
 from armillary.kernels.simplicial.paged import PAGED_SIMPLICIAL, PagedSimplicialCase, paged_simplicial
 from armillary.model.moe.packed_experts import PackedExperts
 from armillary.model.quantized.packed_linear import packed_modules
-from armillary.spec.model import ModelConfig
+from armillary.spec.model import ModelConfig, MoE
 
 Run = Callable[..., Any]
 
@@ -75,7 +77,7 @@ class EngineKernels:
 
     def for_packed(self, *, stacks: bool = False) -> EngineKernels:
         """For packed weights; `small` is for layers that are not packed. Those of experts take plain weights or
-        `stacks` (Fp4Stack)."""
+        `stacks` (PackedStack)."""
         if stacks:
             return self
         return replace(
@@ -92,10 +94,15 @@ REFERENCE = EngineKernels()
 
 
 def pick_kernels(
-    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, batch: int, experts: Literal["", "mxfp4"] = ""
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch: int,
+    experts: Sequence[WeightFormat] = (),
 ) -> EngineKernels:
     """The first deterministic version of each operation for this device and model; nothing is timed, so that an engine
-    starts quickly and two engines compute the same. `experts`: the format of their stacks."""
+    starts quickly and two engines compute the same. `experts`: the formats of their stacks."""
     if device.type == "cpu":
         return EngineKernels(
             norm=row_norm,
@@ -115,7 +122,7 @@ def pick_kernels(
     attention, on_triton = (_attention if config.mla is None else _latent_attention)(config, batch, on)
     fused = on_triton and config.mla is None and not attention["norms_apart"]
     moe, grouped_moe = (
-        _moe(config, op, tokens, on | {"packed": experts}) for op, tokens in ((SMALL_MOE, 2), (GROUPED_MOE, _CHECKED))
+        _moe(config, op, tokens, on, experts) for op, tokens in ((SMALL_MOE, 2), (GROUPED_MOE, _CHECKED))
     )
     grouped = _grouped(config, batch, on) if grouped_moe is None else None
     delta, simplicial = _delta(config, batch, on), _pairs(config, batch, on)
@@ -241,11 +248,27 @@ def _grouped(config: ModelConfig, batch: int, on: dict[str, Any]) -> Run | None:
     return None if chosen.version == "eager" else chosen.run
 
 
-def _moe(config: ModelConfig, op: Op, tokens: int, on: dict[str, Any]) -> Run | None:
+def _moe(config: ModelConfig, op: Op, tokens: int, on: dict[str, Any], experts: Sequence[WeightFormat]) -> Run | None:
+    """For plain experts, or for stacks in these formats; None where no version agrees on all of them."""
     if config.moe is None:
         return None
-    moe = config.moe
-    case = MoECase(
+    case = _moe_case(config, config.moe, tokens, on)
+    cases = [replace(case, packed=kind, group=group, zeros=zeros) for kind, group, zeros in experts] or [case]
+    chosen = [choose(op, case, deterministic=True) for case in cases]
+    if op is GROUPED_MOE:  # for many tokens stacks are dequantised
+        stacks = [_stack_case(config, config.moe, format, on) for format in experts]
+        chosen += [choose(DEQUANTISE_STACK, stack, deterministic=True) for stack in stacks]
+    return None if any(each.version == "eager" for each in chosen) else chosen[0].run
+
+
+def _stack_case(config: ModelConfig, moe: MoE, format: WeightFormat, on: dict[str, Any]) -> StackCase:
+    kind, group, zeros = format
+    experts, rows, columns = moe.num_experts, 2 * moe.ffn, config.hidden
+    return StackCase(experts=experts, rows=rows, columns=columns, kind=kind, group=group, zeros=zeros, **on)
+
+
+def _moe_case(config: ModelConfig, moe: MoE, tokens: int, on: dict[str, Any]) -> MoECase:
+    return MoECase(
         tokens=tokens,
         hidden=config.hidden,
         ffn=moe.ffn,
@@ -261,8 +284,6 @@ def _moe(config: ModelConfig, op: Op, tokens: int, on: dict[str, Any]) -> Run | 
         normalize=moe.normalize,
         **on,
     )
-    chosen = choose(op, case, deterministic=True)
-    return None if chosen.version == "eager" else chosen.run
 
 
 def _decode_kernels(device: torch.device, *, fused: bool) -> dict[str, Any]:

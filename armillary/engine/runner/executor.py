@@ -31,7 +31,7 @@ from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.settings import rope_switch
 from armillary.engine.scheduler.step_loop import StepTooLarge
 from armillary.engine.speculative.draft import Draft
-from armillary.model.moe.packed_experts import stackable_experts
+from armillary.model.moe.packed_experts import stackable_experts, weight_formats
 from armillary.model.transformer import Transformer
 
 # T tokens, B sequences, V vocabulary, W words of 32 tokens
@@ -113,7 +113,7 @@ class FastExecutor:
             dtype=weight.dtype,
             device=self.device,
             batch=max_running,
-            experts="mxfp4" if stackable else "",
+            experts=weight_formats(stackable),
         )
         self.kernels = kernels_of_packed(kernels, model, stackable, weight)
         pages = -(-max_model_len // cache.block_tokens)

@@ -18,7 +18,7 @@ from armillary.engine.runner.device_state import DeviceRows, with_heads
 from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.latent_layer import attend_latents
 from armillary.engine.runner.layer import Layer, full_qk_norm, make_layer, without_gates
-from armillary.engine.runner.linear.linear_fn import Dense, LinearFn
+from armillary.engine.runner.linear.linear_fn import Dense, LinearFn, linear_fn, run_fused
 from armillary.engine.runner.mixture_layer import run_mixture, run_small_mixture
 from armillary.engine.runner.rank_layout import Pipeline
 from armillary.engine.runner.rotary_tables import angle_tables, query_factors
@@ -306,29 +306,14 @@ class Forward:
         """A few tokens: norms, gate and residual are fused into the GEMMs."""
         first, second = layer.norms["attention_norm"], layer.norms["mlp_norm"]
         assert second is not None
-        mixed = self._attention(layer, self._fused(layer.qkv, x, norm=first), context)
+        mixed = self._attention(layer, run_fused(layer.qkv, x, self.kernels.small, norm=first), context)
         if selected is not None:
             mixed, x = mixed.index_select(0, selected), x.index_select(0, selected)
-        x = self._fused(layer.out, mixed, residual=x)
+        x = run_fused(layer.out, mixed, self.kernels.small, residual=x)
         if layer.mixture is not None:
             return run_small_mixture(layer.mixture, x, second, context.load, self.kernels)
-        return self._fused(layer.down, self._fused(layer.up, x, norm=second, gated=True), residual=x)
-
-    def _fused(
-        self,
-        linear: LinearFn | None,
-        x: Tensor,
-        *,
-        norm: Norm | None = None,
-        residual: Tensor | None = None,
-        gated: bool = False,
-    ) -> Tensor:
-        """residual + act(norm(x) @ weightᵀ + bias), each part only where it is given."""
-        weight, eps = (None, 1e-6) if norm is None else (norm.weight, norm.eps)
-        if isinstance(linear, PackedLinear):
-            return linear.run_fused(x, weight, residual, eps, gated)
-        assert isinstance(linear, Dense) and self.kernels.small is not None
-        return self.kernels.small(x, linear.weight, weight, residual, eps, gated, linear.bias)  # type: ignore[no-any-return]
+        inner = run_fused(layer.up, x, self.kernels.small, norm=second, gated=True)
+        return run_fused(layer.down, inner, self.kernels.small, residual=x)
 
     def _norm(self, norm: Norm, x: Tensor) -> Tensor:
         return self.kernels.norm(x, norm.weight, norm.bias, norm.eps, norm.kind, norm.plus_one)  # type: ignore[no-any-return]
@@ -389,6 +374,8 @@ def _most_fused(layers: Sequence[Layer], kernels: EngineKernels) -> int:
     if kernels.small is None or (mixtures and (kernels.moe is None or kernels.grouped_moe is None)):
         return 0
     linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.up, layer.down) if each is not None]
+    shared = [layer.mixture.shared for layer in layers if layer.mixture is not None]
+    linears += [linear_fn(each) for mlp in shared if mlp is not None for each in (mlp.up, mlp.down)]
     packed = [linear for linear in linears if not isinstance(linear, Dense)]
     if not packed:
         return MAX_TOKENS

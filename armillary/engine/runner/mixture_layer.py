@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from armillary.engine.runner.engine_kernels import EngineKernels
+from armillary.engine.runner.linear.linear_fn import linear_fn, run_fused
 from armillary.kernels.moe.expert_load import ExpertLoad
 from armillary.kernels.moe.moe import prefers_small
 from armillary.model.layers.norm import Norm
@@ -23,12 +24,12 @@ def run_small_mixture(
     mixture: MixtureOfExperts, x_MH: Tensor, norm: Norm, load: ExpertLoad | None, kernels: EngineKernels
 ) -> Tensor:
     """Norm, experts and residual; the shared expert's result is added to the residual first."""
-    small, few, many = kernels.small, kernels.moe, kernels.grouped_moe
-    assert small is not None and few is not None and many is not None
+    few, many = kernels.moe, kernels.grouped_moe
+    assert few is not None and many is not None
     added = x_MH
     if mixture.shared is not None:
-        inner = small(x_MH, mixture.shared.up.weight, norm.weight, None, norm.eps, True)
-        added = small(inner, mixture.shared.down.weight, None, x_MH)
+        inner = run_fused(linear_fn(mixture.shared.up), x_MH, kernels.small, norm=norm, gated=True)
+        added = run_fused(linear_fn(mixture.shared.down), inner, kernels.small, residual=x_MH)
     weights, activation = mixture.weights(), mixture.experts.activation
     if prefers_small(len(x_MH), weights, mixture.moe):
         return few(x_MH, weights, mixture.moe, activation, norm.weight, added, norm.eps, load)  # type: ignore[no-any-return]

@@ -222,6 +222,7 @@ OPS: dict[str, str] = {
     "large_linear": "gemm.large_linear:LARGE_LINEAR",
     "small_moe": "moe.moe:SMALL_MOE",
     "grouped_moe": "moe.moe:GROUPED_MOE",
+    "dequantise_stack": "moe.packed_stack:DEQUANTISE_STACK",
     "grouped_linear": "gemm.grouped:GROUPED_LINEAR",
     "fp8_linear": "fp8.linear:FP8_LINEAR",
     "fp8_matmul": "fp8.matmul:FP8_MATMUL",

@@ -2,13 +2,15 @@
 token's experts.
 
 Weights are loaded by TMA, or by plain pointers from compute capability 8.0 on. Few rows per expert are the second
-operand of the tensor cores (which take 64 rows of the first): the weight is the first, and it is read once.
+operand of the tensor cores (which take 64 rows of the first): the weight is the first, and it is read once. Codes of
+packed weights become numbers in registers.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from armillary.kernels.moe.packed_stack_triton import packed_tile
 from armillary.kernels.pointwise.activation_triton import activated_pairs
 
 # H hidden, F inner size of an expert; N rows of a weight and K summed elements of a GEMM, T tiles
@@ -18,6 +20,8 @@ from armillary.kernels.pointwise.activation_triton import activated_pairs
 def experts_kernel(
     a_src,
     weight_src,
+    scale_ptr,
+    zero_ptr,
     bias_ptr,
     weights_ptr,
     experts_ptr,
@@ -37,6 +41,9 @@ def experts_kernel(
     EARLY: tl.constexpr,
     TMA: tl.constexpr,
     EVEN: tl.constexpr,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
@@ -69,6 +76,8 @@ def experts_kernel(
         acc = _product(
             a_row,
             weight_src,
+            scale_ptr,
+            zero_ptr,
             expert,
             first,
             n,
@@ -79,6 +88,9 @@ def experts_kernel(
             TMA,
             LOADS_ROWS,
             EVEN,
+            KIND,
+            ZEROS,
+            SCALE_GROUP,
             ROWS,
             COLUMNS,
             STEP,
@@ -106,6 +118,8 @@ def experts_kernel(
 def _product(
     a_row,
     weight_src,
+    scale_ptr,
+    zero_ptr,
     expert,
     first,
     n,
@@ -116,6 +130,9 @@ def _product(
     TMA: tl.constexpr,
     LOADS_ROWS: tl.constexpr,
     EVEN: tl.constexpr,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
@@ -123,12 +140,20 @@ def _product(
 ):
     """[ROWS, COLUMNS] in fp32."""
     if not TMA:
-        w_row = weight_src + (expert.to(tl.int64) * N + tl.minimum(n, N - 1))[:, None] * K
+        w_at = (expert.to(tl.int64) * N + tl.minimum(n, N - 1))[:, None]
     acc = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
     for begin in tl.range(0, K, STEP):
         k = (begin + tl.arange(0, STEP))[None, :]
         a = a_row.load([first, begin]) if LOADS_ROWS else _step(a_row, k, K, EVEN)
-        w = weight_src.load([expert * N + column, begin]) if TMA else _step(w_row, k, K, EVEN)
+        if KIND != "":
+            numbers = packed_tile(
+                weight_src, scale_ptr, zero_ptr, w_at, begin, K, SCALE_GROUP, KIND, ZEROS, COLUMNS, STEP
+            )
+            w = numbers.to(a.dtype)
+        elif TMA:
+            w = weight_src.load([expert * N + column, begin])
+        else:
+            w = _step(weight_src + w_at * K, k, K, EVEN)
         if SWAPPED:
             acc = tl.dot(w, tl.trans(a), acc, input_precision=EXACT)
         else:

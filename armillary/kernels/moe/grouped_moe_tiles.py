@@ -62,9 +62,19 @@ _TILES = {
 }
 
 
-def tiles_for(x_MH: Tensor, moe: MoE) -> GroupedMoETiles:
+# of packed weights, whose codes become numbers in registers: no larger than these hold; not measured
+_PACKED_TILES = {
+    6: (_both(GroupedMoETile(16, 128, 128, 4, 3, True)), _both(GroupedMoETile(16, 64, 64, 4, 3, True))),
+    20: (_both(GroupedMoETile(32, 128, 64, 4, 3, True)), _both(GroupedMoETile(32, 64, 64, 4, 3, True))),
+    44: (_both(GroupedMoETile(64, 128, 64, 8, 3)), _both(GroupedMoETile(64, 64, 64, 4, 3))),
+    1 << 60: (_both(GroupedMoETile(128, 128, 64, 8, 3, False, 8)), _both(GroupedMoETile(64, 128, 32, 8, 3, False, 8))),
+}
+
+
+def tiles_for(x_MH: Tensor, moe: MoE, *, packed: bool = False) -> GroupedMoETiles:
     if accelerator_of(x_MH.device) is None:
         return _INTERPRETED
     rows = len(x_MH) * moe.top_k / moe.num_experts
-    tiles = _FP32 if x_MH.dtype == torch.float32 else next(tiles for most, tiles in _TILES.items() if rows <= most)
+    by_rows = _PACKED_TILES if packed else _TILES
+    tiles = _FP32 if x_MH.dtype == torch.float32 else next(tiles for most, tiles in by_rows.items() if rows <= most)
     return first_fitting(x_MH.device, tiles, lambda tile: tile.shared_bytes(x_MH.element_size()))

@@ -25,15 +25,20 @@ from armillary.kernels.core.launch import (
 )
 from armillary.kernels.moe.expert_load import ExpertLoad
 from armillary.kernels.moe.expert_sort_triton import SortedChoices, choose_and_sort
-from armillary.kernels.moe.fp4_stack import Fp4Stack
-from armillary.kernels.moe.fp4_stack_triton import dequantised
 from armillary.kernels.moe.grouped_moe_kernels_triton import experts_kernel, sum_kernel
 from armillary.kernels.moe.grouped_moe_tiles import GroupedMoETile, GroupedMoETiles, tiles_for
 from armillary.kernels.moe.moe import MoEWeights
+from armillary.kernels.moe.packed_stack import PackedStack
+from armillary.kernels.moe.packed_stack_triton import dequantised
+from armillary.kernels.moe.small_moe_triton import packed_options, stored
 from armillary.kernels.norm.norm import norm
 from armillary.spec.model import MoE
 
 # M tokens, H hidden, E experts, F inner size of an expert, k experts per token, P = M·k choices, T tiles
+
+_DEQUANTISED_ROWS = 256
+"""rows per expert from which packed experts are dequantised first: below, their codes become numbers at most twice, a
+tile of rows each time, and experts without rows are not read (by counting bytes, not measured)"""
 
 
 def grouped_moe(
@@ -55,8 +60,10 @@ def grouped_moe(
         return x_MH.clone()
     if norm_H is not None:
         x_MH = norm(x_MH, norm_H, None, eps)
-    weights = MoEWeights(*(dense(each) for each in _plain(weights, x_MH.dtype)))  # type: ignore[arg-type]
-    up, down = tiles or tiles_for(x_MH, moe)
+    if len(x_MH) * moe.top_k >= _DEQUANTISED_ROWS * moe.num_experts:
+        weights = _plain(weights, x_MH)
+    weights = MoEWeights(*(dense(each) for each in weights))  # type: ignore[arg-type]
+    up, down = tiles or tiles_for(x_MH, moe, packed=isinstance(weights.up_E2FH, PackedStack))
     with on(x_MH):
         choices = choose_and_sort(_logits(x_MH, weights.router_EH), weights, moe, up.rows, load)
         inner_PF = _up(x_MH, weights, moe, activation, choices, up, tma)
@@ -67,9 +74,10 @@ def grouped_moe(
 grouped_moe_pointers = partial(grouped_moe, tma=False)
 
 
-def _plain(weights: MoEWeights, dtype: torch.dtype) -> MoEWeights:
+def _plain(weights: MoEWeights, template: Tensor) -> MoEWeights:
     up, down = (
-        dequantised(each, dtype) if isinstance(each, Fp4Stack) else each for each in (weights.up_E2FH, weights.down_EHF)
+        dequantised(each, template) if isinstance(each, PackedStack) else each
+        for each in (weights.up_E2FH, weights.down_EHF)
     )
     return weights._replace(up_E2FH=up, down_EHF=down)
 
@@ -129,7 +137,7 @@ def _down(
 
 def _launch(
     a: Tensor,
-    weight_ENK: Tensor,
+    weight_ENK: Tensor | PackedStack,
     bias_EN: Tensor | None,
     choices: SortedChoices,
     out: Tensor,
@@ -141,12 +149,16 @@ def _launch(
     _, N, K = weight_ENK.shape
     early, tiles = can_start_early(a.device), len(choices.tiles_T2)
     tma = tma and K * a.element_size() % 16 == 0  # a shard may have shorter rows than the model
-    sources: tuple[Any, Any] = a, weight_ENK
-    if tma:
+    weight, *scales = stored(weight_ENK)
+    sources: tuple[Any, Any] = a, weight
+    if isinstance(weight_ENK, PackedStack):
+        tma = False
+    elif tma:
         rows = a if gathered else TensorDescriptor.from_tensor(a, [tile.rows, tile.step])
-        sources = rows, TensorDescriptor.from_tensor(weight_ENK.flatten(0, 1), [tile.columns, tile.step])
+        sources = rows, TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.columns, tile.step])
     experts_kernel[(tiles * ceil_div(N, tile.columns),)](
         *sources,
+        *scales,
         bias_EN,
         *choices,
         out,
@@ -159,6 +171,7 @@ def _launch(
         EARLY=early,
         TMA=tma,
         EVEN=K % tile.step == 0,
+        **packed_options(weight_ENK),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         STEP=tile.step,

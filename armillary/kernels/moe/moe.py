@@ -15,9 +15,16 @@ from armillary.kernels.core.dtype import widen
 from armillary.kernels.core.op import Case, Op, OpWork, in_triton
 from armillary.kernels.moe.expert_choice import choose_experts
 from armillary.kernels.moe.expert_load import ExpertLoad, count_choices
-from armillary.kernels.moe.fp4_stack import GROUP, Fp4Stack, select_experts
+from armillary.kernels.moe.packed_stack import (
+    PackedStack,
+    random_stack,
+    rows_bytes,
+    select_experts,
+    unstackable,
+)
 from armillary.kernels.norm.norm import norm
 from armillary.kernels.pointwise.activation import activate
+from armillary.kernels.quantized.weight_only import PackedFormat, WeightFormat
 from armillary.spec.model import MoE
 
 # M tokens, H hidden, E experts, F inner size of an expert, k experts per token
@@ -34,8 +41,8 @@ class MoEWeights(NamedTuple):
     """Router and experts of a layer; gate and up rows alternate."""
 
     router_EH: Tensor
-    up_E2FH: Tensor | Fp4Stack
-    down_EHF: Tensor | Fp4Stack
+    up_E2FH: Tensor | PackedStack
+    down_EHF: Tensor | PackedStack
     router_bias_E: Tensor | None = None
     selection_bias_E: Tensor | None = None  # fp32
     up_bias_E2F: Tensor | None = None
@@ -45,8 +52,6 @@ class MoEWeights(NamedTuple):
 def prefers_small(tokens: int, weights: MoEWeights, moe: MoE) -> bool:
     """Whether `small_moe` is for them, rather than `grouped_moe`."""
     _, hidden, ffn = weights.down_EHF.shape
-    if isinstance(weights.down_EHF, Fp4Stack):  # for many tokens all experts are dequantised first
-        return tokens <= MAX_TOKENS
     return tokens <= MAX_TOKENS and tokens * moe.top_k * 3 * hidden * ffn * weights.down_EHF.itemsize <= SMALL_BYTES
 
 
@@ -106,7 +111,13 @@ class MoECase(Case):
     selection_bias: bool = False
     scale_input: bool = False
     normalize: bool = True
-    packed: Literal["", "mxfp4"] = ""  # format of the experts
+    packed: PackedFormat | Literal[""] = ""  # format of the experts
+    group: int = 0  # columns of packed experts with one scale; 0: the whole row
+    zeros: bool = False
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        return WeightFormat(self.packed, self.group, self.zeros) if self.packed else None
 
     @property
     def moe(self) -> MoE:
@@ -132,14 +143,10 @@ def inputs(case: MoECase, generator: torch.Generator) -> tuple[Any, ...]:
     def drawn(*shape: int) -> Tensor:
         return case.normal(generator, *shape) * shape[-1] ** -0.5
 
-    def stack(rows: int, columns: int) -> Tensor | Fp4Stack:
-        if not case.packed:
+    def stack(rows: int, columns: int) -> Tensor | PackedStack:
+        if case.weight_format is None:
             return drawn(E, rows, columns)
-        codes, exponents = (
-            torch.randint(low, high, (E, rows, size), generator=generator, device=generator.device, dtype=torch.uint8)
-            for low, high, size in ((0, 256, columns // 2), (117, 120, columns // GROUP))
-        )
-        return Fp4Stack(codes, exponents)
+        return random_stack(case.weight_format, (E, rows, columns), generator)
 
     weights = MoEWeights(
         router_EH=3 * drawn(E, H),
@@ -164,7 +171,9 @@ def touched_experts(tokens: int, experts: int, top_k: int) -> float:
 def work(case: MoECase) -> OpWork:
     """The router and each chosen expert are read once."""
     size, expert = case.torch_dtype.itemsize, 3 * case.hidden * case.ffn
-    share = (0.5 + 1 / GROUP) / size if case.packed else 1.0
+    share = 1.0
+    if case.weight_format is not None:
+        share = rows_bytes(case.weight_format, 3 * case.ffn, case.hidden) / (size * expert)
     read = case.experts * case.hidden + share * touched_experts(case.tokens, case.experts, case.top_k) * expert
     flops = 2.0 * case.tokens * (case.top_k * expert + case.experts * case.hidden)
     return OpWork(flops=flops, bytes=size * (read + 3 * case.tokens * case.hidden), ceiling="read")
@@ -177,11 +186,15 @@ def refuses_many(case: MoECase) -> str | None:
 def refuses(case: MoECase) -> str | None:
     if case.activation not in ACTIVATIONS:
         return f"it has no {case.activation}"
-    if case.packed and (case.hidden % GROUP or case.ffn % GROUP):
-        return f"experts in {case.packed} have rows of whole groups of {GROUP}"
+    if case.weight_format is not None and (why := _unstackable(case.weight_format, case)) is not None:
+        return why
     if case.experts % case.groups or case.groups & (case.groups - 1):
         return "the number of groups must be a power of two"
     return "it sums in fp32" if case.dtype == "fp64" else None
+
+
+def _unstackable(format: WeightFormat, case: MoECase) -> str | None:
+    return unstackable(format, case.hidden) or unstackable(format, case.ffn)
 
 
 def _not_tma(case: MoECase) -> str | None:
@@ -210,6 +223,7 @@ _GPT_OSS = MoECase(
     bias=True,
     activation="swiglu_clamped",
 )
+_PACKED: tuple[PackedFormat, ...] = ("int4", "fp8")
 _DEEPSEEK = MoECase(tokens=1, hidden=2048, ffn=1408, experts=64, top_k=6, normalize=False)
 
 SMALL_MOE = Op(
@@ -221,7 +235,9 @@ SMALL_MOE = Op(
     cases={
         **{f"qwen3-30b-a3b {tokens}": replace(_QWEN, tokens=tokens) for tokens in (1, 4, 8)},
         "gpt-oss-20b 1": _GPT_OSS,
-        "gpt-oss-20b 1, mxfp4": replace(_GPT_OSS, packed="mxfp4"),
+        "gpt-oss-20b 1, mxfp4": replace(_GPT_OSS, packed="mxfp4", group=32),
+        "qwen3-30b-a3b 1, int4": replace(_QWEN, packed="int4", group=128),
+        "qwen3-30b-a3b 4, fp8 blocks": replace(_QWEN, tokens=4, packed="fp8", group=128),
         "mixtral-8x7b 1": MoECase(tokens=1, hidden=4096, ffn=14336, experts=8, top_k=2),
         "deepseek-v2-lite 1": _DEEPSEEK,
     },
@@ -239,7 +255,12 @@ GROUPED_MOE = Op(
     cases={
         **{f"qwen3-30b-a3b {tokens}": replace(_QWEN, tokens=tokens, norm=False) for tokens in (16, 64, 256, 1024)},
         "gpt-oss-20b 256": replace(_GPT_OSS, tokens=256, norm=False),
-        "gpt-oss-20b 256, mxfp4": replace(_GPT_OSS, tokens=256, norm=False, packed="mxfp4"),
+        "gpt-oss-20b 256, mxfp4": replace(_GPT_OSS, tokens=256, norm=False, packed="mxfp4", group=32),
+        **{
+            f"qwen3-30b-a3b {tokens}, {kind}": replace(_QWEN, tokens=tokens, norm=False, packed=kind, group=128)
+            for tokens in (16, 256)
+            for kind in _PACKED
+        },
         "deepseek-v2-lite 256": replace(_DEEPSEEK, tokens=256, norm=False),
     },
     small=_fewer,

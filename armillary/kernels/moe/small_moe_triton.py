@@ -9,9 +9,8 @@ Rows of weights go straight into registers, as in gemm/gemv_triton.py. Two token
 mostly from the cache; for more tokens than MAX_TOKENS a grouped GEMM is faster.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,9 +20,9 @@ from armillary.kernels.core.launch import can_start_early, ceil_div, dense, earl
 from armillary.kernels.core.row_loads_triton import load_rows
 from armillary.kernels.moe.expert_choice_triton import Routed, route, vector
 from armillary.kernels.moe.expert_load import ExpertLoad
-from armillary.kernels.moe.fp4_stack import Fp4Stack
-from armillary.kernels.moe.fp4_stack_triton import fp4_products
 from armillary.kernels.moe.moe import MoEWeights
+from armillary.kernels.moe.packed_stack import PackedStack
+from armillary.kernels.moe.packed_stack_triton import packed_products
 from armillary.kernels.pointwise.activation_triton import activated_pairs
 from armillary.machine.accelerator import accelerator_of
 from armillary.spec.model import MoE
@@ -80,7 +79,7 @@ def small_moe(
     weights = MoEWeights(*(dense(each) for each in weights))  # type: ignore[arg-type]
     if tiles is None:
         sizes = x_MH.shape[1], weights.down_EHF.shape[2], x_MH.element_size()
-        packed = isinstance(weights.down_EHF, Fp4Stack)
+        packed = isinstance(weights.down_EHF, PackedStack)
         tiles = plan(*sizes, packed=packed, interpreted=accelerator_of(x_MH.device) is None)
     with on(x_MH):
         routed = route(x_MH, weights, moe, norm_H, eps, tiles.route_rows, tiles.route_warps, load)
@@ -103,7 +102,7 @@ def _up(
     _up_kernel[(ceil_div(2 * F, tiles.up_rows), M * k)](
         x_MH,
         norm_H,
-        *_stored(weights.up_E2FH),
+        *stored(weights.up_E2FH),
         weights.up_bias_E2F,
         *routed,
         inner_PF,
@@ -111,7 +110,7 @@ def _up(
         F,
         TOP_K=k,
         COLUMNS=H,
-        PACKED=isinstance(weights.up_E2FH, Fp4Stack),
+        **packed_options(weights.up_E2FH),
         EARLY=early,
         HAS_NORM=norm_H is not None,
         HAS_BIAS=weights.up_bias_E2F is not None,
@@ -134,7 +133,7 @@ def _down(
     early = can_start_early(inner_PF.device)
     _down_kernel[(ceil_div(H, tiles.down_rows), M)](
         inner_PF,
-        *_stored(weights.down_EHF),
+        *stored(weights.down_EHF),
         weights.down_bias_EH,
         residual_MH,
         routed.weights_Mk,
@@ -143,7 +142,7 @@ def _down(
         H,
         F,
         COLUMNS=F,
-        PACKED=isinstance(weights.down_EHF, Fp4Stack),
+        **packed_options(weights.down_EHF),
         EARLY=early,
         HAS_BIAS=weights.down_bias_EH is not None,
         HAS_RESIDUAL=residual_MH is not None,
@@ -159,9 +158,16 @@ def _down(
     return out_MH
 
 
-def _stored(weight: Tensor | Fp4Stack) -> tuple[Tensor, Tensor | None]:
-    """(numbers, none), or (words of eight codes, scales)."""
-    return (weight[0].view(torch.int32), weight[1]) if isinstance(weight, Fp4Stack) else (weight, None)
+def stored(weight: Tensor | PackedStack) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(numbers or codes, scales, zeros)."""
+    return weight[:3] if isinstance(weight, PackedStack) else (weight, None, None)
+
+
+def packed_options(weight: Tensor | PackedStack) -> dict[str, Any]:
+    """Compile-time options of kernels for a stack."""
+    if not isinstance(weight, PackedStack):
+        return {"KIND": "", "ZEROS": False, "SCALE_GROUP": 0}
+    return {"KIND": weight.format.kind, "ZEROS": weight.format.zeros, "SCALE_GROUP": weight.group}
 
 
 # --- experts
@@ -173,6 +179,7 @@ def _up_kernel(
     norm_ptr,
     up_ptr,
     scale_ptr,
+    zero_ptr,
     bias_ptr,
     weights_ptr,
     experts_ptr,
@@ -182,7 +189,9 @@ def _up_kernel(
     F,
     TOP_K: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PACKED: tl.constexpr,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     EARLY: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -203,14 +212,26 @@ def _up_kernel(
         gdc_wait()
     expert = tl.load(experts_ptr + pair).to(tl.int64)
     at_row = expert * 2 * F + row[:, None]
-    if PACKED:
-        groups = tl.zeros([ROWS, DEPTH // 32], tl.float32)
-        words, scales = up_ptr + at_row * (COLUMNS // 8), scale_ptr + at_row * (COLUMNS // 32)
+    if KIND != "":
+        chunks = tl.zeros([ROWS, DEPTH // 32], tl.float32)
         for begin in range(0, COLUMNS, DEPTH):
-            groups += fp4_products(
-                words, scales, x_ptr + token * COLUMNS, norm_ptr, begin, COLUMNS, HAS_NORM, ROWS, DEPTH
+            chunks += packed_products(
+                up_ptr,
+                scale_ptr,
+                zero_ptr,
+                at_row,
+                x_ptr + token * COLUMNS,
+                norm_ptr,
+                begin,
+                COLUMNS,
+                SCALE_GROUP,
+                HAS_NORM,
+                KIND,
+                ZEROS,
+                ROWS,
+                DEPTH,
             )
-        total = tl.sum(groups, 1)
+        total = tl.sum(chunks, 1)
     else:
         sums = tl.zeros([ROWS, DEPTH], tl.float32)
         for begin in range(0, H, DEPTH):
@@ -240,6 +261,7 @@ def _down_kernel(
     inner_ptr,
     down_ptr,
     scale_ptr,
+    zero_ptr,
     bias_ptr,
     residual_ptr,
     weights_ptr,
@@ -248,7 +270,9 @@ def _down_kernel(
     H,
     F,
     COLUMNS: tl.constexpr,
-    PACKED: tl.constexpr,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
     EARLY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -267,17 +291,31 @@ def _down_kernel(
     row = tl.minimum(at, H - 1)
     if EARLY:
         gdc_wait()
-    sums = tl.zeros([ROWS, DEPTH // 32 if PACKED else DEPTH], tl.float32)
+    sums = tl.zeros([ROWS, DEPTH // 32 if KIND != "" else DEPTH], tl.float32)
     biases = tl.zeros([ROWS], tl.float32)
     for slot in tl.static_range(TOP_K):
         pair = token * TOP_K + slot
         expert = tl.load(experts_ptr + pair).to(tl.int64)
         at_row = expert * H + row[:, None]
         w_row = down_ptr + at_row * F
-        if PACKED:
-            words, scales = down_ptr + at_row * (COLUMNS // 8), scale_ptr + at_row * (COLUMNS // 32)
+        if KIND != "":
             for begin in range(0, COLUMNS, DEPTH):
-                sums += fp4_products(words, scales, inner_ptr + pair * F, None, begin, COLUMNS, False, ROWS, DEPTH)
+                sums += packed_products(
+                    down_ptr,
+                    scale_ptr,
+                    zero_ptr,
+                    at_row,
+                    inner_ptr + pair * F,
+                    None,
+                    begin,
+                    COLUMNS,
+                    SCALE_GROUP,
+                    False,
+                    KIND,
+                    ZEROS,
+                    ROWS,
+                    DEPTH,
+                )
         elif ONCE:
             sums += _products(w_row, inner_ptr + pair * F, tl.arange(0, DEPTH), F, EVEN)
         else:

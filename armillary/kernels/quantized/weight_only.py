@@ -5,8 +5,9 @@ few instructions: in each block of 128 columns, word i of 16 holds columns 32·j
 the inputs of one nibble pair are 32 bits that lie beside those of the next word's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from armillary.kernels.gemm.skinny import reference as small_linear
 # M tokens, K inputs, N outputs, G groups of inputs with one scale each
 
 PackedFormat = Literal["int4", "int8", "fp8", "mxfp4", "nvfp4"]
+EIGHT_BITS = ("int8", "fp8")
 MAX_TOKENS = 64
 """most tokens for which packed weights are multiplied as they are; for more they are dequantised"""
 BLOCK = 128
@@ -24,6 +26,18 @@ BLOCK = 128
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """E2M1, by code (OCP Microscaling Formats 1.0, table 5)"""
 _CHECKED_ROWS = 256  # of a weight in the agreement check: rows do not depend on each other
+
+
+class WeightFormat(NamedTuple):
+    """A packed weight's format, as kernels are compiled for it."""
+
+    kind: PackedFormat
+    group: int  # columns with one scale; 0: the whole row
+    zeros: bool = False
+
+    def of_row(self, columns: int) -> int:
+        """Columns with one scale in rows of so many."""
+        return self.group or columns
 
 
 def to_words(codes_NK: Tensor) -> Tensor:
@@ -40,10 +54,17 @@ def from_words(words_NW: Tensor) -> Tensor:
     return blocks.to(torch.uint8).flatten(1)
 
 
-def dequantised(codes: Tensor, scale: Tensor, zero: Tensor | None, kind: PackedFormat, group: int) -> Tensor:
-    """[N, K] in fp32, or in fp64 where the scale is in it."""
+def nibbles(packed_nB: Tensor) -> Tensor:
+    """[n, 2B] codes of bytes with the low nibble first."""
+    return torch.stack((packed_nB & 15, packed_nB >> 4), dim=-1).flatten(-2)
+
+
+def dequantised(
+    codes: Tensor, scale: Tensor, zero: Tensor | None, kind: PackedFormat, group: int, *, words: bool = True
+) -> Tensor:
+    """[N, K] in fp32, or in fp64 where the scale is in it. Codes of 4 bits are in `words`, or in bytes."""
     dtype = scale.dtype if scale.dtype == torch.float64 else torch.float32
-    numbers = _numbers(codes, kind).to(dtype)
+    numbers = _numbers(codes, kind, from_words if words else nibbles).to(dtype)
     if kind in ("int4", "int8"):
         middle = 1 << (3 if kind == "int4" else 7)
         numbers = numbers - (middle if zero is None else _spread(zero.to(dtype), group, numbers.shape[1]))
@@ -53,12 +74,12 @@ def dequantised(codes: Tensor, scale: Tensor, zero: Tensor | None, kind: PackedF
     return numbers * _spread(factor, group, numbers.shape[1])
 
 
-def _numbers(codes: Tensor, kind: PackedFormat) -> Tensor:
+def _numbers(codes: Tensor, kind: PackedFormat, unpack: Callable[[Tensor], Tensor]) -> Tensor:
     if kind == "fp8":
         return codes.view(torch.float8_e4m3fn)
     if kind == "int8":
         return codes
-    unpacked = from_words(codes)
+    unpacked = unpack(codes)
     return unpacked if kind == "int4" else torch.tensor(FP4, device=codes.device)[unpacked.int()]
 
 
@@ -102,10 +123,17 @@ class WeightOnlyCase(Case):
 
 
 def inputs(case: WeightOnlyCase, generator: torch.Generator) -> tuple[object, ...]:
+    x = case.normal(generator, case.tokens, case.inputs)
+    codes, scale, zero = random_weight(case, generator)
+    packed = (x, codes if case.kind in EIGHT_BITS else to_words(codes), scale, zero, case.kind, case.group)
+    return packed + _around(case, generator) if case.fused else packed
+
+
+def random_weight(case: WeightOnlyCase, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes, one per byte, scales, zeros)."""
     device, (N, K) = generator.device, (case.outputs, case.inputs)
-    x = case.normal(generator, case.tokens, K)
     groups = -(-K // case.group)
-    bits = 8 if case.kind in ("int8", "fp8") else 4
+    bits = 8 if case.kind in EIGHT_BITS else 4
     codes = torch.randint(0, 1 << bits, (N, K), generator=generator, device=device, dtype=torch.uint8)
     if case.kind == "fp8":
         codes = torch.where(codes & 127 > 119, codes & 0x8F, codes)  # neither NaN nor very large
@@ -119,8 +147,7 @@ def inputs(case: WeightOnlyCase, generator: torch.Generator) -> tuple[object, ..
         zero = torch.full((N, 1), 200 * spread, device=device)
     elif case.zeros:
         zero = torch.randint(0, 1 << bits, (N, groups), generator=generator, device=device, dtype=torch.uint8)
-    packed = (x, codes if bits == 8 else to_words(codes), scale, zero, case.kind, case.group)
-    return packed + _around(case, generator) if case.fused else packed
+    return codes, scale, zero
 
 
 def _around(case: WeightOnlyCase, generator: torch.Generator) -> tuple[object, ...]:
@@ -137,10 +164,14 @@ def work(case: WeightOnlyCase) -> OpWork:
 
 
 def bytes_read(case: WeightOnlyCase) -> int:
-    codes = case.outputs * case.inputs // (1 if case.kind in ("int8", "fp8") else 2)
+    return weight_bytes(case) + case.torch_dtype.itemsize * case.tokens * (case.inputs + case.outputs)
+
+
+def weight_bytes(case: WeightOnlyCase) -> int:
+    """Codes, scales and zeros."""
+    codes = case.outputs * case.inputs // (1 if case.kind in EIGHT_BITS else 2)
     per_scale = {"int4": 2, "int8": 2, "fp8": 4, "mxfp4": 1, "nvfp4": 1}[case.kind] + case.zeros
-    scales = case.outputs * -(-case.inputs // case.group) * per_scale
-    return codes + scales + case.torch_dtype.itemsize * case.tokens * (case.inputs + case.outputs)
+    return codes + case.outputs * -(-case.inputs // case.group) * per_scale
 
 
 def refuses(case: WeightOnlyCase) -> str | None:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from armillary.errors import BadModel
-from armillary.model.quantized.formats import Fp4, Fp8, IntGroups, nibbles, pack_nibbles
+from armillary.kernels.quantized.weight_only import nibbles
+from armillary.model.quantized.formats import Fp4, Fp8, IntGroups, pack_nibbles
 from armillary.model.quantized.packed_rows import PackedRows
 from armillary.model.quantized.stored import FLOATS, Stored, check_shape, is_count
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.quantized.weight_only import FP4 as FP4_VALUES
-from armillary.kernels.quantized.weight_only import from_words
+from armillary.kernels.quantized.weight_only import from_words, nibbles
 
 # n rows, K columns, G groups of columns with one scale each
 Rows = dict[str, Tensor]  # each [n, …]
@@ -149,11 +149,6 @@ class Int8Rows(_Divisible):
 def lookup_table(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Kept, so that nothing is copied to a device inside a step."""
     return torch.tensor(values, dtype=torch.float32, device=device)
-
-
-def nibbles(packed_nB: Tensor) -> Tensor:
-    """[n, 2B] codes of bytes with the low nibble first."""
-    return torch.stack((packed_nB & 15, packed_nB >> 4), dim=-1).flatten(-2)
 
 
 def _four_bits(codes: Tensor, words: bool) -> Tensor:

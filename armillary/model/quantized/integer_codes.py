@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from armillary.kernels.native.packed_weight import Codes
+from armillary.kernels.quantized.weight_only import nibbles
 from armillary.model.quantized import gguf_blocks as gguf
-from armillary.model.quantized.formats import Fp4, Int8Rows, IntGroups, Rows, nibbles
+from armillary.model.quantized.formats import Fp4, Int8Rows, IntGroups, Rows
 from armillary.model.quantized.gguf_blocks import GgufBlocks
 from armillary.model.quantized.packed_rows import PackedRows
 from armillary.store.gguf.gguf_header import BLOCKS

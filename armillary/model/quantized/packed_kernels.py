@@ -14,12 +14,14 @@ from armillary.kernels.quantized.weight_only import (
     MAX_TOKENS,
     WEIGHT_ONLY,
     PackedFormat,
+    WeightFormat,
     WeightOnlyCase,
+    nibbles,
     reference,
     refuses,
     to_words,
 )
-from armillary.model.quantized.formats import Fp4, Fp8, IntGroups, nibbles
+from armillary.model.quantized.formats import Fp4, Fp8, Int8Rows, IntGroups
 from armillary.model.quantized.packed_rows import PackedRows
 
 _REORDERED = 1 << 24  # codes at a time
@@ -52,7 +54,7 @@ class PackedKernel:
             return None
         fused = _chosen(replace(case, tokens=1, fused=True))
         return cls(
-            part=in_words(part),
+            part=for_kernels(part),
             dtype=dtype,
             format=case.kind,
             group=case.group,
@@ -87,40 +89,39 @@ class PackedKernel:
         return rows["codes"], rows["scale"], zero, self.format, self.group
 
 
+def kernel_format(part: PackedRows) -> WeightFormat | None:
+    """None for a format that kernels do not know."""
+    match part.format:
+        case IntGroups(bits=4, zeros=zeros, group=group):
+            format = WeightFormat("int4", group, zeros)
+        case IntGroups(bits=8, zeros=zeros, group=group):
+            format = WeightFormat("int8", group, zeros)
+        case Int8Rows():
+            return WeightFormat("int8", 0)
+        case Fp8(group=group):
+            format = WeightFormat("fp8", group)
+        case Fp4(group=group, powers=powers):
+            format = WeightFormat("mxfp4" if powers else "nvfp4", group)
+        case _:
+            return None
+    return format._replace(group=0) if part.rows["scale"].shape[1] == 1 else format
+
+
 def _case(part: PackedRows, dtype: torch.dtype) -> WeightOnlyCase | None:
     """The kernels' case for one token, or None for a format that they do not know."""
-    packed, zeros, group = _packed_format(part), False, part.columns
-    if packed is None or dtype not in DTYPES.values():
+    format = kernel_format(part)
+    if format is None or dtype not in DTYPES.values():
         return None
-    if isinstance(part.format, IntGroups):
-        zeros = part.format.zeros
-    if isinstance(part.format, IntGroups | Fp8 | Fp4) and part.rows["scale"].shape[1] > 1:
-        group = part.format.group
     return WeightOnlyCase(
         tokens=1,
         outputs=part.num_rows,
         inputs=part.columns,
-        kind=packed,
-        group=group,
-        zeros=zeros,
+        kind=format.kind,
+        group=format.of_row(part.columns),
+        zeros=format.zeros,
         dtype=next(name for name, known in DTYPES.items() if known == dtype),
-        device=part.rows["codes"].device.type,
+        device=next(iter(part.rows.values())).device.type,
     )
-
-
-def _packed_format(part: PackedRows) -> PackedFormat | None:
-    match part.format:
-        case IntGroups(bits=4):
-            return "int4"
-        case IntGroups(bits=8):
-            return "int8"
-        case Fp8():
-            return "fp8"
-        case Fp4(powers=True):
-            return "mxfp4"
-        case Fp4():
-            return "nvfp4"
-    return None
 
 
 @cache
@@ -128,11 +129,30 @@ def _chosen(case: WeightOnlyCase) -> Linear:
     return choose(WEIGHT_ONLY, case, deterministic=True).run
 
 
-def in_words(part: PackedRows) -> PackedRows:
-    """With 4-bit codes in the order of the kernels; other formats as they are."""
-    if not isinstance(part.format, IntGroups | Fp4) or part.format.words or _packed_format(part) == "int8":
+def for_kernels(part: PackedRows) -> PackedRows:
+    """In the order of the kernels, in the same memory; what lies in it already stays as it is."""
+    part = as_groups(part)
+    if not isinstance(part.format, IntGroups | Fp4) or part.format.words or _has_bytes(part.format):
         return part
     codes = part.rows["codes"]
-    step = max(1, _REORDERED // part.columns)
-    words = torch.cat([to_words(nibbles(codes[row : row + step])) for row in range(0, len(codes), step)])
+    words = _by_rows(lambda some: to_words(nibbles(some)), codes, part.columns)
     return replace(part, format=replace(part.format, words=True), rows=part.rows | {"codes": words})
+
+
+def _has_bytes(format: IntGroups | Fp4) -> bool:
+    return isinstance(format, IntGroups) and format.bits == 8
+
+
+def as_groups(part: PackedRows) -> PackedRows:
+    """bitsandbytes' int8 as codes of a byte with a scale per row; others as they are."""
+    if not isinstance(part.format, Int8Rows):
+        return part
+    codes = _by_rows(lambda some: some ^ 128, part.rows["codes"], part.columns)
+    rows = {"codes": codes, "scale": part.rows["maximum"].view(-1, 1) / 127}
+    return replace(part, format=IntGroups(bits=8, group=part.columns, zeros=False), rows=rows)
+
+
+def _by_rows(change: Callable[[Tensor], Tensor], tensor: Tensor, columns: int) -> Tensor:
+    """Some rows at a time."""
+    step = max(1, _REORDERED // columns)
+    return torch.cat([change(tensor[row : row + step]) for row in range(0, len(tensor), step)])

@@ -29,12 +29,12 @@ from armillary.kernels.gemm import skinny
 from armillary.kernels.quantized import weight_only
 from armillary.model.quantized.packed_kernels import PackedKernel
 from armillary.model.quantized.packed_linear import loaded_bytes, packed_modules
-from armillary.model.weights.hf_weights import hf_tensors, load_model
+from armillary.model.weights.hf_weights import load_model
 from armillary.spec.tables.serve import Serve
 from tests.engine.fake import ask
 from tests.engine.runner.test_reference_executor import serve
 from tests.model.families import random_model
-from tests.model.quantized.folders import compress, compressed_folder, linears, scheme_of, tiny_llama, write_folder
+from tests.model.quantized.folders import compressed_folder, linears, scheme_of, tiny_llama, write_folder
 from tests.model.test_agreement import assert_close, full_logits
 
 TOKENS = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -236,46 +236,6 @@ def test_integers_run_as_they_are(
         assert relative_error(layer.qkv(x), dense(x)) < 2e-2
     made = llm.generate(TOKENS.tolist(), replace(GREEDY, ignore_eos=True))
     assert [len(each.tokens) for each in made] == [8, 8]
-
-
-def packed_experts(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
-        max_position_embeddings=64, initializer_range=0.1, norm_topk_prob=True,
-    )  # fmt: skip
-    theirs = transformers.Qwen3MoeForCausalLM(config).eval()
-    theirs.save_pretrained(tmp_path / "plain")
-    plain = load_model(tmp_path / "plain")
-    weights = {
-        name.removesuffix(".weight"): tensor
-        for name, tensor in hf_tensors(plain, torch.float32)
-        if name.endswith("_proj.weight")
-    }
-    scheme = scheme_of(INT4)
-    return write_folder(
-        tmp_path / "m", _Named(config, dict(hf_tensors(plain, torch.float32))),
-        {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": INT4}}},
-        {name: compress(weight, scheme, "pack-quantized") for name, weight in weights.items()},
-    )  # fmt: skip
-
-
-@torch.no_grad()
-def test_experts_stay_packed(tmp_path: Path) -> None:
-    folder = packed_experts(tmp_path)
-    model = load_model(folder, packed=True)
-    assert loaded_bytes(model) <= 1.05 * tensor_bytes(folder)
-    assert_close(full_logits(model, TOKENS), full_logits(load_model(folder), TOKENS))
-    found = LLM(folder, SERVE, device="cpu").generate(TOKENS.tolist(), GREEDY)
-    assert [made.finish for made in found] == ["length"] * 2
-
-
-class _Named:
-    """A config and its tensors, as `write_folder` takes them."""
-
-    def __init__(self, config: Any, tensors: dict[str, torch.Tensor]) -> None:
-        self.config, self.state_dict = config, lambda: tensors
 
 
 def test_what_packed_weights_cannot_do_is_one_line(tmp_path: Path) -> None:

@@ -24,7 +24,11 @@ CASES = {
     "a norm and a residual": replace(BASE, tokens=9, norm=True),
     "gpt-oss": replace(BASE, experts=3, score="softmax_topk", bias=True, activation="swiglu_clamped"),
     "deepseek": replace(BASE, experts=12, score="sigmoid", selection_bias=True, groups=4, top_groups=2),
-    "mxfp4": replace(BASE, hidden=96, ffn=64, experts=3, packed="mxfp4"),
+    "mxfp4": replace(BASE, hidden=96, ffn=64, experts=3, packed="mxfp4", group=32),
+    "int4": replace(BASE, hidden=96, ffn=64, experts=3, packed="int4", group=64, zeros=True),
+    "int8, whole rows": replace(BASE, hidden=96, ffn=64, experts=3, packed="int8"),
+    "fp8 blocks": replace(BASE, hidden=160, ffn=64, experts=3, packed="fp8", group=128),
+    "nvfp4": replace(BASE, hidden=96, ffn=64, experts=3, packed="nvfp4", group=16),
     "llama 4": replace(BASE, top_k=1, score="sigmoid", normalize=False, scale_input=True),
 }
 
@@ -38,6 +42,18 @@ def test_agrees(name: str, tma: bool) -> None:
     arguments = inputs(case, torch.Generator().manual_seed(3))
     expected = expect(GROUPED_MOE, arguments, torch.Generator().manual_seed(5))
     found = check(lambda *given: grouped_moe(*given, tma=tma), GROUPED_MOE, expected)
+    assert found.agreed, found.why_not
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.packed])
+def test_many_rows_meet_dequantised_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from armillary.kernels.moe import grouped_moe_triton
+
+    monkeypatch.setattr(grouped_moe_triton, "_DEQUANTISED_ROWS", 1)
+    arguments = inputs(CASES[name], torch.Generator().manual_seed(3))
+    expected = expect(GROUPED_MOE, arguments, torch.Generator().manual_seed(5))
+    found = check(grouped_moe_triton.grouped_moe, GROUPED_MOE, expected)
     assert found.agreed, found.why_not
 
 

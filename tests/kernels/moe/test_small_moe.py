@@ -30,7 +30,13 @@ CASES = {
     "deepseek": replace(BASE, tokens=4, experts=12, score="sigmoid", selection_bias=True, groups=4, top_groups=2),
     "v2-lite": replace(BASE, tokens=2, experts=6, top_k=3, normalize=False, norm=False),
     "llama 4": replace(BASE, tokens=2, top_k=1, score="sigmoid", normalize=False, scale_input=True),
-    "mxfp4": replace(BASE, tokens=3, hidden=96, ffn=64, packed="mxfp4"),
+    "mxfp4": replace(BASE, tokens=3, hidden=96, ffn=64, packed="mxfp4", group=32),
+    "int4": replace(BASE, tokens=2, hidden=96, ffn=64, packed="int4", group=64),
+    "int4 with zeros, whole rows": replace(BASE, hidden=96, ffn=64, packed="int4", zeros=True),
+    "int8 with zeros": replace(BASE, hidden=64, ffn=96, packed="int8", group=32, zeros=True),
+    "int8, whole rows": replace(BASE, hidden=64, ffn=96, packed="int8"),
+    "fp8 blocks": replace(BASE, hidden=160, ffn=64, packed="fp8", group=128),
+    "nvfp4": replace(BASE, hidden=64, ffn=32, packed="nvfp4", group=16),
     "gpt-oss, mxfp4": replace(
         BASE,
         hidden=160,
@@ -39,6 +45,7 @@ CASES = {
         bias=True,
         activation="swiglu_clamped",
         packed="mxfp4",
+        group=32,
         norm=False,
     ),
     "llama 4, one token": replace(BASE, top_k=1, score="sigmoid", normalize=False, scale_input=True),
@@ -61,16 +68,23 @@ def test_long_rows_are_read_in_steps() -> None:
     from armillary.kernels.moe.small_moe_triton import MoETiles, small_moe
 
     arguments = inputs(replace(BASE, hidden=100, ffn=70), torch.Generator().manual_seed(3))
-    packed = inputs(replace(BASE, hidden=192, ffn=96, packed="mxfp4"), torch.Generator().manual_seed(3))
+    packed, bytes_each = (
+        inputs(replace(BASE, hidden=128, ffn=64, experts=3, packed=kind, group=group), torch.Generator().manual_seed(3))
+        for kind, group in (("mxfp4", 32), ("fp8", 128))
+    )
     tiles = MoETiles(up_rows=4, up_depth=64, up_warps=1, down_rows=2, down_depth=32, down_warps=1)
-    for given in (arguments, packed):
+    for given in (arguments, packed, bytes_each):
         expected = expect(SMALL_MOE, given, torch.Generator().manual_seed(5))
         found = check(lambda *each: small_moe(*each, tiles=tiles), SMALL_MOE, expected)
         assert found.agreed, found.why_not
 
 
 def test_what_it_does_not_do() -> None:
-    assert refuses(replace(BASE, packed="mxfp4")) == "experts in mxfp4 have rows of whole groups of 32"
+    assert refuses(replace(BASE, packed="mxfp4", group=32)) == "experts in mxfp4 have rows of whole groups of 32"
+    assert (
+        refuses(replace(BASE, hidden=96, ffn=96, packed="int4", group=48))
+        == "experts in int4 have groups of 48 columns"
+    )
     assert refuses_many(replace(BASE, tokens=9)) == "it is for up to 8 tokens"
     assert refuses(replace(BASE, activation="gelu")) == "it has no gelu"
     assert refuses(replace(BASE, dtype="fp64"))
@@ -84,7 +98,7 @@ def test_touched_experts() -> None:
 def test_small_experts_and_few_tokens_are_not_sorted() -> None:
     _, weights, moe, *_ = inputs(BASE, torch.Generator())
     assert prefers_small(8, weights, moe) and not prefers_small(9, weights, moe)
-    _, packed, *_ = inputs(replace(BASE, hidden=64, ffn=32, packed="mxfp4"), torch.Generator())
+    _, packed, *_ = inputs(replace(BASE, hidden=64, ffn=32, packed="mxfp4", group=32), torch.Generator())
     assert prefers_small(8, packed, moe) and not prefers_small(9, packed, moe)
     gpt_oss = weights._replace(down_EHF=torch.empty(8, 2880, 2880, dtype=torch.bfloat16, device="meta"))
     assert prefers_small(1, gpt_oss, replace(moe, top_k=1)) and not prefers_small(1, gpt_oss, replace(moe, top_k=4))

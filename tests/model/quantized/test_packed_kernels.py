@@ -9,7 +9,7 @@ import torch
 
 from armillary.model.quantized import packed_kernels
 from armillary.model.quantized.formats import Fp4, Fp8, IntGroups, pack_nibbles
-from armillary.model.quantized.packed_kernels import PackedKernel, in_words
+from armillary.model.quantized.packed_kernels import PackedKernel, for_kernels
 from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
 from armillary.model.quantized.packed_rows import FusedRows, PackedRows, plain
 from tests.kernels.interpreter import needs_interpreter
@@ -67,9 +67,9 @@ PARTS = {
 @pytest.mark.parametrize("name", PARTS)
 def test_the_order_of_the_kernels_changes_no_number(name: str) -> None:
     part = PARTS[name]()
-    words = in_words(part)
+    words = for_kernels(part)
     assert torch.equal(words.dequantised(), part.dequantised()) and words.nbytes == part.nbytes
-    assert torch.equal(in_words(words).dequantised(), part.dequantised())
+    assert torch.equal(for_kernels(words).dequantised(), part.dequantised())
 
 
 @pytest.fixture

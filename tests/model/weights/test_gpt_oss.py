@@ -16,7 +16,7 @@ from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.runner.engine_kernels import EngineKernels
 from armillary.engine.runner.executor import FastExecutor
 from armillary.errors import BadModel
-from armillary.kernels.moe.fp4_stack import Fp4Stack
+from armillary.kernels.moe.packed_stack import PackedStack
 from armillary.model.quantized.packed_linear import loaded_bytes, packed_modules
 from armillary.model.weights.hf_weights import load_model
 from armillary.spec.tables.serve import Serve
@@ -122,6 +122,6 @@ def test_kernels_read_all_experts_of_a_layer(tmp_path: Path) -> None:
     )
     assert [made.tokens for made in found] == [made.tokens for made in right]
     experts = stacked.blocks["0"].mlp.experts
-    assert isinstance(experts.up_E2FH, Fp4Stack) and experts.linears[0].weight.nbytes
+    assert isinstance(experts.up_E2FH, PackedStack) and experts.linears[0].weight.nbytes
     codes = experts.linears[1].weight.parts[0].rows["codes"]
     assert codes.untyped_storage().data_ptr() == experts.up_E2FH.codes_ENB.untyped_storage().data_ptr()

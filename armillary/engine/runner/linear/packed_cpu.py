@@ -22,7 +22,8 @@ from armillary.kernels.quantized.integer_weights_cpu import (
     int4_group,
     takes_int8,
 )
-from armillary.model.quantized.formats import Int8Rows, IntGroups, nibbles
+from armillary.kernels.quantized.weight_only import nibbles
+from armillary.model.quantized.formats import Int8Rows, IntGroups
 from armillary.model.quantized.packed_linear import PackedLinear
 from armillary.model.quantized.packed_rows import PackedRows
 
