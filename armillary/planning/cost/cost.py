@@ -28,6 +28,8 @@ SPOT_INTERRUPTED_MONTHLY = 0.2
 begins"""
 SPOT_CHECKPOINT_S, SPOT_RESTART_S = 30.0, 900.0
 """seconds for a checkpoint, and for waiting for another machine"""
+_LEAST_USEFUL = 0.01
+"""share of useful time below which spot machines are no offer: some ten thousand are interrupted every few minutes"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,10 @@ def _spot(cost: Cost, cluster: Cluster, devices: int) -> Offer:
         raise NoPrice(f"no spot price of {chip.title}{where} is known; try --set cost.spot=false")
     price = median(row.spot_usd_per_hour for row in rows if row.spot_usd_per_hour is not None)
     machines = ceil(devices / cluster.node.num_chips) if cluster.node else devices
-    return Offer(name="spot", usd_per_hour=price, useful=spot_goodput(machines), source=_source(rows))
+    useful = spot_goodput(machines)
+    if useful < _LEAST_USEFUL:
+        raise NoPrice(f"{machines:,} spot machines are interrupted all the time; try --set cost.spot=false")
+    return Offer(name="spot", usd_per_hour=price, useful=useful, source=_source(rows))
 
 
 def spot_goodput(machines: int, monthly: float = SPOT_INTERRUPTED_MONTHLY) -> float:

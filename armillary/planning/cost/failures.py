@@ -12,7 +12,7 @@ J. W. Young, CACM 17 (1974); J. T. Daly, Future Generation Computer Systems 22 (
 """
 
 from dataclasses import dataclass
-from math import exp, expm1, isfinite, log, log1p, sqrt
+from math import exp, expm1, isfinite, log, log1p, nextafter, sqrt
 
 from armillary.errors import BadInput
 from armillary.spec.hardware import Cluster
@@ -81,7 +81,8 @@ def _one_plus_lambert(share: float) -> float:
     that W₀ (scipy.special.lambertw) has near its branch point."""
     if share <= 0:
         return 0.0
-    low, high = 0.0, 1.0 - exp(-1 - share)  # at the upper end −log(1 − x) = 1 + share > share + x
+    # at the upper end −log(1 − x) = 1 + share > share + x; of a large share it would be rounded to 1
+    low, high = 0.0, min(1.0 - exp(-1 - share), nextafter(1.0, 0.0))
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if _shortfall(middle) < share else (low, middle)

@@ -79,6 +79,14 @@ def test_every_way_is_compared_by_what_a_useful_hour_costs() -> None:
     assert spot.usd_per_useful_hour > spot.usd_per_hour, "interruptions cost time"
 
 
+def test_spot_machines_that_are_interrupted_all_the_time_are_no_offer() -> None:
+    assert 0 < spot_goodput(10_000) < spot_goodput(100)
+    assert spot_goodput(10**9) == 0.0
+    assert "spot" not in {offer.name for offer in offers(Cost(), H100, 10**9)}
+    with pytest.raises(BadInput, match=r"spot machines are interrupted all the time; try --set cost\.spot=false"):
+        device_hour(Cost(spot=True), H100, 10**9)
+
+
 def test_offers_nobody_makes_are_left_out_but_a_misspelt_provider_is_not() -> None:
     with pytest.raises(NotFound, match="'lamda' offers no H100 SXM"):
         offers(Cost(provider="lamda"), H100)
