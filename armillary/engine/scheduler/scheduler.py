@@ -30,9 +30,8 @@ from armillary.engine.scheduler.preemption import fitting, preempt_until_fits
 from armillary.engine.scheduler.prefill_budget import Budget, PrefillPlanner, StepLimit
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.engine.scheduler.request_table import RequestTable
-from armillary.engine.scheduler.settings import Settings
+from armillary.engine.scheduler.settings import Settings, check_step_budget
 from armillary.engine.speculative.speculation import Speculation
-from armillary.errors import BadInput
 
 _RUNNING = State.RUNNING
 
@@ -41,11 +40,7 @@ class Scheduler:
     """Decides steps over the request table and the KV cache."""
 
     def __init__(self, settings: Settings, cache: KVCache) -> None:
-        if settings.max_tokens_per_step < settings.max_running:
-            raise BadInput(
-                f"a step of {settings.max_tokens_per_step} tokens cannot decode {settings.max_running} "
-                f"sequences; set serve.max_running={settings.max_tokens_per_step} or less"
-            )
+        check_step_budget(settings.max_tokens_per_step, settings.max_running)
         self.settings = settings
         self.cache = cache
         self.request_table = RequestTable(settings, cache)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from armillary.engine.scheduler.step_time import attention_dims
-from armillary.errors import BadRecipe
+from armillary.errors import BadInput, BadRecipe
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve
@@ -79,6 +79,15 @@ def settings_for(config: ModelConfig, serve: Serve, eos_ids: frozenset[int] = fr
         rope_switch=rope_switch(config),
         query_tile=max(1, _TILE_ROWS // (config.heads if config.mla else config.heads // config.kv_heads)),
     )
+
+
+def check_step_budget(max_tokens_per_step: int, max_running: int) -> None:
+    """BadInput where a step has not a token for each sequence that decodes."""
+    if max_tokens_per_step < max_running:
+        raise BadInput(
+            f"a step of {max_tokens_per_step} tokens cannot decode {max_running} sequences; "
+            f"set serve.max_running={max_tokens_per_step} or less"
+        )
 
 
 def rope_switch(config: ModelConfig) -> int | None:

@@ -104,7 +104,9 @@ def _best_budget(server: Server, objective: Objective) -> Capacity:
                 best = _better(best, server, objective, replace(server.serve, prefill_slowdown=slowdown))
     budget = server.serve.max_tokens_per_step // 2
     while budget >= SMALLEST_BUDGET and _itl_limits(best, objective):
-        best = _better(best, server, objective, replace(best.server.serve, max_tokens_per_step=budget))
+        serve = best.server.serve  # whose steps have a token for each of their rows
+        rows = min(serve.max_running, budget)
+        best = _better(best, server, objective, replace(serve, max_tokens_per_step=budget, max_running=rows))
         budget //= 2
     return best
 

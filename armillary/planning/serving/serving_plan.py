@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from armillary.engine.scheduler.settings import check_step_budget
 from armillary.errors import ArmillaryError, BadInput
 from armillary.planning.device_model.correction import load_correction
 from armillary.planning.device_model.measured_peaks import cpu_peaks
@@ -110,13 +111,17 @@ class ServingPlan:
                 f"prompts may lengthen a step to {slowdown:g} times its decodes, less than the engine's default: "
                 f"--set serve.prefill_slowdown={slowdown:g}"
             )
-        budget = self.capacity.server.serve.max_tokens_per_step
-        if budget != self.request.serve.max_tokens_per_step:
-            notes.append(
-                f"step budget lowered to {budget} tokens, so that prompts add less to the inter-token latency: "
-                f"--set serve.max_tokens_per_step={budget}"
-            )
-        return tuple(notes)
+        return (*notes, *self._budget_notes())
+
+    def _budget_notes(self) -> list[str]:
+        serve, asked = self.capacity.server.serve, self.request.serve
+        if serve.max_tokens_per_step == asked.max_tokens_per_step:
+            return []
+        rows = f" --set serve.max_running={serve.max_running}" if serve.max_running != asked.max_running else ""
+        return [
+            f"step budget lowered to {serve.max_tokens_per_step} tokens, so that prompts add less to the inter-token "
+            f"latency: --set serve.max_tokens_per_step={serve.max_tokens_per_step}{rows}"
+        ]
 
     def plain(self) -> dict[str, Any]:
         """For --json."""
@@ -174,6 +179,8 @@ def serving_plan(
 ) -> ServingPlan:
     """The recipe's layout where it has one (unless `search`), else the cheapest option that meets the objectives; with
     measured ceilings of this device if any."""
+    if recipe.serve.dp_attention > 1 and config.moe is None:
+        raise BadInput(f"{config.name} has no experts, which serve.dp_attention is for; leave it 1")
     problem = resolve(recipe, config, cluster, home, is_corrected=False)
     request = _request(problem, cluster, home)
     if search or not _is_set(recipe.layout):
@@ -218,6 +225,7 @@ def _request(problem: TrainingProblem, cluster: Cluster, home: Home, *, is_corre
         correction=load_correction(home, problem.case.cluster.chip.name, "serving") if is_corrected else None,
     )
     _refuse_too_long(request)
+    check_step_budget(serve.max_tokens_per_step, serve.max_running)
     return _with_threads(request, recipe.layout, home) if cluster.name == "here" else request
 
 

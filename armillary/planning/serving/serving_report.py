@@ -83,7 +83,7 @@ def _limit_text(request: Request, option: Capacity) -> str:
     if shares and max(shares.values()) > 0.97:
         return f", limited by {max(shares, key=lambda name: shares[name])}"
     if option.rows_limit:
-        full = option.server.most_running < request.serve.max_running * option.server.replica.split.ep
+        full = option.server.most_running < option.server.serve.max_running * option.server.replica.split.ep
         return ", limited by the KV cache" if full else ", limited by serve.max_running, of which bursts need a part"
     return ", limited by prefill time"
 

@@ -57,6 +57,16 @@ def test_notes_say_what_was_changed_or_is_missing(tmp_path: Path) -> None:
     assert "step budget lowered to" in text and "--set serve.max_tokens_per_step=" in text
 
 
+def test_the_scheduler_takes_every_step_budget_that_is_advised(tmp_path: Path) -> None:
+    layout, itl = {"precision": "bf16"}, {"itl_p99_s": 0.008}
+    found = made(tmp_path, "llama-3.1-8b", "h200", objective=itl, layout=layout)
+    serve, text = found.capacity.server.serve, " ".join(found.notes())
+    assert serve.max_running == serve.max_tokens_per_step < 256 and found.plan().serve == serve
+    assert f"--set serve.max_tokens_per_step={serve.max_tokens_per_step} --set serve.max_running=" in text
+    with pytest.raises(BadInput, match=r"a step of 128 tokens cannot decode 256 sequences; set serve\.max_running=128"):
+        made(tmp_path, serve={"max_tokens_per_step": 128})
+
+
 def test_a_tighter_limit_of_steps_where_gaps_are_limited(tmp_path: Path) -> None:
     few = made(tmp_path, "llama-3.1-8b", "h200x2", objective={"itl_p99_s": 0.007}, layout={"precision": "bf16"})
     default = made(
@@ -72,8 +82,10 @@ def test_a_tighter_limit_of_steps_where_gaps_are_limited(tmp_path: Path) -> None
 
 
 def test_what_is_not_priced_is_noted(tmp_path: Path) -> None:
-    found = made(tmp_path, objective={"itl_p99_s": 0.1}, serve={"dp_attention": 2})
+    found = made(tmp_path, "mixtral-8x7b", objective={"itl_p99_s": 0.1}, serve={"dp_attention": 2})
     assert any(note.startswith("serve.dp_attention is not priced") for note in found.notes())
+    with pytest.raises(BadInput, match="has no experts, which"):
+        made(tmp_path, serve={"dp_attention": 2})
 
 
 def test_requests_longer_than_the_model_can_hold(tmp_path: Path) -> None:
