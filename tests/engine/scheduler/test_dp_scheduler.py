@@ -105,6 +105,27 @@ def test_requests_go_to_the_rank_with_most_free_blocks() -> None:
     assert [seq.dp_rank for seq in sequences] == [0, 1, 1, 1]
 
 
+def test_blocks_that_a_prompt_under_way_still_needs_are_not_free() -> None:
+    scheduler = make_scheduler(2)
+    long, short = (scheduler.submit(ask(name, [size] * size), 0.0)[0] for name, size in (("long", 40), ("short", 16)))
+    scheduler.schedule(0.0)
+    assert (long.dp_rank, short.dp_rank) == (0, 1) and long.num_blocks == short.num_blocks
+    third = scheduler.submit(ask("third", [4] * 12), 1.0)[0]
+    scheduler.schedule(1.0)
+    assert third.dp_rank == 1
+
+
+def test_blocks_that_a_waiting_request_needs_are_not_free() -> None:
+    scheduler = make_scheduler(2, reserve=1.0, prefix=False)
+    sizes = {"first": 8, "second": 8, "waits": 16}
+    sequences = [scheduler.submit(ask(name, [3] * size, 30), 0.0)[0] for name, size in sizes.items()]
+    scheduler.update(scheduler.schedule(0.0), [5, 5], 0.0)
+    assert [seq.dp_rank for seq in sequences] == [0, 1, 0] and scheduler.request_table.num_waiting == 1
+    fourth = scheduler.submit(ask("fourth", [4] * 4), 1.0)[0]
+    scheduler.schedule(1.0)
+    assert fourth.dp_rank == 1
+
+
 def test_a_prompt_goes_where_most_of_it_is_cached() -> None:
     scheduler, prompt = make_scheduler(2), list(range(2, 22))
     run(scheduler, [ask("first", prompt, 4)])
@@ -178,6 +199,17 @@ def test_a_step_that_fails_ends_the_requests_in_it() -> None:
     in_step = [scheduler.submit(ask(f"r{i}", [3 + i] * 8), 0.0)[0] for i in range(2)]
     scheduler.schedule(0.0)
     assert scheduler.fail(1.0, "broken") == in_step and not scheduler.has_work and not scheduler.under_way
+
+
+def test_requests_that_a_failed_step_spared_go_on_at_once() -> None:
+    scheduler = make_scheduler(2, max_tokens_per_step=4, reserve=0.0)
+    in_step, spared = (scheduler.submit(ask(name, [3] * 8, 4), 0.0)[0] for name in "ab")
+    while not (spared.computed and in_step.computed):
+        decision = scheduler.schedule(0.0)
+        scheduler.update(decision, [5] * len(decision.sampling), 0.0)
+    scheduler.schedule(1.0).parts[1].chunks.clear()
+    assert scheduler.fail(1.0, "broken") == [in_step] and not scheduler.request_table.running
+    assert scheduler.request_table.wake_at(1.0) == 1.0 and scheduler.request_table.num_waiting == 1
 
 
 def test_prefill_is_limited_while_another_rank_decodes() -> None:
