@@ -14,37 +14,16 @@ import argparse
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from armillary.cli.output import Output
-from armillary.cli.plan.options import find_cluster, model_config
 from armillary.fleet.autoscale.replica_capacity import Limits
-from armillary.planning.simulation.fleet_case import FleetCase, fleet_case, replica_limits
-from armillary.spec.tables.fleet import Autoscale
-from armillary.store.home import Home
+from armillary.planning.simulation.fleet_case import FleetCase, replica_limits
+from benchmarks.autoscaler_day import LONG, SHORT, Kind, case_of, write_service
 from benchmarks.autoscaler_oracle import direction_changes, oracle, slo
-from benchmarks.autoscaler_service import RECIPE, recipe_of, write_day, write_model
 
-
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A sort of day."""
-
-    seconds: float
-    low: float
-    peak: float
-    start_s: float
-    window_s: float
-    """stable window and cooldown; a third of it: panic window"""
-    interval_s: float
-    warm_s: float
-
-
-SHORT = Kind(seconds=270.0, low=1.0, peak=6.0, start_s=4.0, window_s=15.0, interval_s=1.0, warm_s=30.0)
-LONG = Kind(seconds=1200.0, low=2.0, peak=14.0, start_s=20.0, window_s=40.0, interval_s=2.0, warm_s=60.0)
 LIMITS_SEED = 1
 
 
@@ -68,23 +47,14 @@ class Judged:
         return self.met >= 0.99 and self.over <= 0.2 and self.turns <= 1
 
 
-def case_of(kind: Kind, trace: Path, seed: int) -> FleetCase:
+def day_case(kind: Kind, trace: Path, seed: int) -> FleetCase:
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_model(folder / "bot")
-        write_day(folder / "day.jsonl", trace, kind.seconds, kind.low, kind.peak, 1, seed)
-        text = RECIPE.format(
-            start_s=kind.start_s, cooldown_s=kind.window_s, seconds=kind.seconds, target=Autoscale.target
-        )
-        (folder / "service.toml").write_text(text)
-        recipe, home = recipe_of(folder), Home.at(folder / "home")
-        case = fleet_case(recipe, model_config(Output("quiet"), home, recipe), find_cluster(recipe), home)
-    windows = {"stable_window_s": kind.window_s, "panic_window_s": kind.window_s / 3, "interval_s": kind.interval_s}
-    return replace(case, autoscale=replace(case.autoscale, max_replicas=32, **windows))
+        write_service(kind, Path(name), trace, seed)
+        return case_of(Path(name))
 
 
 def judged(kind: Kind, trace: Path, limits: Limits, seed: int) -> Judged:
-    case = case_of(kind, trace, seed)
+    case = day_case(kind, trace, seed)
     capacity, end = limits.requests_per_s, case.arrivals[-1].at_s
     best, share = oracle(case, capacity, kind.warm_s, start_s=kind.start_s)
     free, _ = oracle(case, capacity, kind.warm_s)
@@ -134,7 +104,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     kind = LONG if args.long else SHORT
-    limits = replica_limits(case_of(kind, args.trace, LIMITS_SEED))
+    limits = replica_limits(day_case(kind, args.trace, LIMITS_SEED))
     print(f"{limits.requests_per_s:.2f} requests/s by one replica, {limits.pooled_per_s:.2f} by each of very many")
     with ProcessPoolExecutor(args.processes) as pool:
         for name, seeds in (("tuned", args.tuned), ("fresh", args.fresh)):
