@@ -22,6 +22,7 @@ from armillary.engine.runner.dp_leader import DpLeader, gather_tokens
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.kv_memory_budget import kv_budget
 from armillary.engine.runner.linear.linear_formats import (
+    Int8Units,
     PackedDense,
     few_rows_linear,
     half_linear,
@@ -99,7 +100,7 @@ def make_engine(
     run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
     executor = make_executor(model, settings, serve, seed, ranks)
     if device_type == "cpu":
-        _fit_cpu(executor, serve, let_go=owns_model)
+        _fit_cpu(executor, serve, ranks, let_go=owns_model)
         if ranks is not None and ranks.tp.size > 1:
             tp = ranks.tp
             share_row_max(executor.forward, lambda most: all_reduce(most, tp, "max"))
@@ -274,7 +275,7 @@ def _check_cache(model: Transformer, kv_dtype: str, ranks: RankLayout | None) ->
         )
 
 
-def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
+def _fit_cpu(executor: FastExecutor, serve: Serve, ranks: RankLayout | None, *, let_go: bool) -> None:
     """GEMMs in the form a CPU is fastest with: int8 where asked for, else bf16 packed once; packed int8 and int4 in
     the order of their kernels."""
     forward = executor.forward
@@ -283,17 +284,21 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, *, let_go: bool) -> None:
     packed = partial(PackedDense, plain=weight_bytes < (free_bytes(executor.device) or 0) * _SPARE)
     if can_pack and serve.weights != "int8":
         replace_head(forward, packed, let_go=let_go)
-    run_native(forward, let_go=let_go)
     packed_model = bool(packed_modules(forward.model))
+    units = Int8Units(native=True, fast=True)
+    if serve.weights == "int8" or packed_model:
+        units = Int8Units.of_all(ranks.tp) if ranks is not None and ranks.tp.size > 1 else Int8Units.here()
+    run_native(forward, let_go=let_go, per_token=units.native)
     if serve.weights == "int8" or packed_model:
         run_native_tokens(forward)
     if packed_model and not can_pack and let_go and forward.model.output is not None:
         replace_head(forward, half_linear, let_go=let_go)
-    run_int8(forward, let_go=let_go)
+    run_int8(forward, units, let_go=let_go)
     run_integers(forward, let_go=let_go)
     if serve.weights == "int8":
-        replace_linears(forward, int8_linear, let_go=let_go)
-        replace_head(forward, int8_linear, let_go=let_go)
+        in_int8 = partial(int8_linear, units=units)
+        replace_linears(forward, in_int8, let_go=let_go)
+        replace_head(forward, in_int8, let_go=let_go)
     elif can_pack:
         replace_linears(forward, packed, let_go=let_go)
     else:

@@ -1,7 +1,8 @@
 // Inputs rounded to signed bytes: a scale per 32 columns, per 256, or per token.
 //
 // Tokens are in tiles of 12, 4 or 1, and what a tile of T tokens needs for the same columns is adjacent: codes are
-// [columns / 4, T, 4], scales [columns / 32, T] and sums [columns / run, T] of each tile.
+// [columns / 4, T, 4], scales [columns / 32, T] and sums [columns / run, T] of each tile. For matrix units tokens are in
+// tiles of 16 as far as they go, whose codes are [columns / wide, 16, wide].
 
 #pragma once
 
@@ -12,6 +13,7 @@
 
 constexpr int CHUNK = 32;  // columns that are read together
 constexpr int TILES[] = {12, 4, 1};
+constexpr int WIDE = 16;  // tokens of a tile of the matrix units
 
 enum Inputs { CHUNKS, HALF_CHUNKS, SUPERS, TOKENS };  // columns with one scale: 32, 32 with fp16 scales, 256, all
 
@@ -29,6 +31,8 @@ struct Rounded {
     int64_t tokens, columns;
     Inputs inputs;
     int run;                     // columns per sum: 16 or 32; 0: a sum per token
+    int wide;                    // columns of a token of a wide tile that are adjacent: 32 or 64
+    int64_t wide_tokens;         // tokens in wide tiles
     std::vector<int8_t> codes;
     std::vector<float> scale;
     std::vector<int32_t> begin;  // sums of codes times (offset - zero): what accumulators begin with
@@ -37,8 +41,9 @@ struct Rounded {
     int64_t sums() const { return run ? columns / run : 1; }
     int64_t scales() const { return run ? columns / CHUNK : 1; }
 
-    void shape(int64_t tokens_, int64_t columns_, Inputs inputs_, int run_) {
+    void shape(int64_t tokens_, int64_t columns_, Inputs inputs_, int run_, bool wide_tiles) {
         tokens = tokens_, columns = columns_, inputs = inputs_, run = inputs == TOKENS ? 0 : run_;
+        wide = !run && columns % 64 == 0 ? 64 : CHUNK, wide_tokens = wide_tiles ? tokens / WIDE * WIDE : 0;
         grow(codes, tokens * columns);
         grow(scale, tokens * scales());
         grow(begin, tokens * sums());
@@ -52,7 +57,8 @@ struct Rounded {
 
     // The first token and the size of a token's tile.
     int64_t tile_of(int64_t token, int& size) const {
-        int64_t first = 0;
+        if (token < wide_tokens) return size = WIDE, token / WIDE * WIDE;
+        int64_t first = wide_tokens;
         for (int each : TILES) {
             const int64_t end = first + (tokens - first) / each * each;
             if (token < end) return size = each, first + (token - first) / each * each;
@@ -74,17 +80,21 @@ struct Rounded {
                 if (inputs == HALF_CHUNKS) d = half_rounded(d);
             }
             int8_t rounded[CHUNK];
-            round_codes(x + c, top, rounded);
-            for (int quad = 0; quad < CHUNK / 4; quad++)
-                memcpy(&codes[first * columns + ((c / 4 + quad) * size + place) * 4], rounded + 4 * quad, 4);
-            if (run) scale[first * scales() + c / CHUNK * size + place] = d;
-            for (int i = 0, at = 0; i < CHUNK; i++) {
-                total += rounded[i];
-                if (run && ++at == run) {
-                    const int64_t where = first * sums() + (c + i) / run * size + place;
-                    begin[where] = times * total, sum[where] = d * total;
-                    total = 0, at = 0;
-                }
+            int32_t halves[2];
+            round_codes(x + c, top, rounded, halves);
+            int8_t* out = &codes[first * columns];
+            if (size == WIDE)
+                memcpy(out + (c / wide * WIDE + place) * wide + c % wide, rounded, CHUNK);
+            else
+                for (int quad = 0; quad < CHUNK / 4; quad++)
+                    memcpy(out + ((c / 4 + quad) * size + place) * 4, rounded + 4 * quad, 4);
+            total += halves[0] + halves[1];
+            if (!run) continue;
+            scale[first * scales() + c / CHUNK * size + place] = d;
+            if (run == CHUNK) halves[0] += halves[1];
+            for (int i = 0; i < CHUNK / run; i++) {
+                const int64_t where = first * sums() + (c / run + i) * size + place;
+                begin[where] = times * halves[i], sum[where] = d * halves[i];
             }
         }
         if (!run) scale[token] = d, begin[token] = times * total;
@@ -101,13 +111,17 @@ struct Rounded {
         return top;
     }
 
-    static void round_codes(const float* x, float top, int8_t* out) {
+    // `halves`: the sums of 16 codes.
+    static void round_codes(const float* x, float top, int8_t* out, int32_t* halves) {
         const float inverse = top > 0 ? 127.0f / top : 0.0f;
         for (int i = 0; i < CHUNK; i += 16) {
             // adding 1.5 * 2^23 rounds to the nearest integer, which is then in the last bits
             const i32x16 r = (i32x16)(load_f32(x + i) * inverse + 12582912.0f) - 0x4b400000;
             const i8x16 b = __builtin_convertvector(r, i8x16);
             memcpy(out + i, &b, 16);
+            int32_t half = 0;
+            for (int j = 0; j < 16; j++) half += r[j];
+            halves[i / 16] = half;
         }
     }
 };

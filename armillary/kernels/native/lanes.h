@@ -26,6 +26,7 @@ typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 INLINE u8x64 load64(const uint8_t* p) { u8x64 v; memcpy(&v, p, 64); return v; }
 INLINE f32x16 load_f32(const float* p) { f32x16 v; memcpy(&v, p, 64); return v; }

@@ -19,11 +19,10 @@ import torch
 
 from armillary.errors import ArmillaryError
 from armillary.kernels.core.requirements import LOG
-from armillary.machine.features import present_features
 from armillary.machine.system_files import cpuinfo_flags
 from armillary.store.home import Home
 
-_HEADERS = ("lanes.h", "vector_math.h", "inputs.h")
+_HEADERS = ("lanes.h", "vector_math.h", "inputs.h", "matrix_units.h")
 _UNITS = ("packed_linear", "half_linear", "token_rows", "decode_attention", "shared_sum", "few_rows")
 _SOURCES = (*_HEADERS, *(f"{unit}.cpp" for unit in _UNITS))
 _FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
@@ -44,11 +43,6 @@ def units() -> str:
     """The instructions that the kernels multiply with; 'none' where there are no kernels."""
     kernels = library()
     return "none" if kernels is None else kernels.armillary_units().decode()
-
-
-def has_amx() -> bool:
-    """Whether this CPU has matrix units for int8, which these kernels do not use."""
-    return "amx_int8" in present_features()
 
 
 def build(folder: Path, *, march: str = "native") -> Path:

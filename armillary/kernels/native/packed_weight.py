@@ -69,6 +69,8 @@ def refuses(codes: Codes) -> str | None:
         return f"rows are taken in sixteens and columns in 32s, not {rows} × {columns}"
     if columns % codes.group or codes.group % codes.sums:
         return f"no kernel for groups of {codes.group} columns"
+    if codes.bits == 8 and codes.zero not in (0, SUPER // 2):
+        return f"codes of 8 bits count from 128 or 0, not {codes.zero}"
     if codes.group == 16 and not (codes.fp4 or codes.bits == 6):
         return "groups of 16 are for fp4 and 6 bits"
     if "super" in (codes.scale_kind, codes.inputs) and columns % SUPER:

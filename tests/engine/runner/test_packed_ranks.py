@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 
 from armillary.engine.llm import LLM
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.engine.runner.linear.linear_formats import Int8Dense
+from armillary.engine.runner.linear import linear_formats
+from armillary.engine.runner.linear.linear_formats import Int8Dense, int8_is_fast
 from armillary.engine.runner.linear.native_linear import NativeLinear
 from armillary.engine.runner.rank_layout import RankLayout
 from armillary.engine.runner.sharded_weights import RankShard, load_shard
 from armillary.errors import BadLayout
+from armillary.kernels.native.library import library
 from armillary.model.quantized.packed_linear import loaded_bytes, packed_modules
 from armillary.model.weights.hf_weights import load_model
 from armillary.parallel.collectives import Group
@@ -72,6 +75,27 @@ def test_inputs_in_int8_are_rounded_by_whole_rows(ranks: Ranks, tmp_path: Path) 
         assert isinstance(down, NativeLinear) and down.parts[0].weight.first_rows.inputs == "token"
     expected = [made.tokens for made in alone.generate(PROMPTS, GREEDY)]
     assert ranks.run(2, together, [str(folder)])[0] == [expected]
+
+
+def unlike(folder: str) -> list[list[int]] | None:
+    """The second rank has no C++ compiler and no int8 units."""
+    if torch.distributed.get_rank():
+        linear_formats.library = lambda: None  # type: ignore[assignment]
+        linear_formats.int8_is_fast = lambda: False  # type: ignore[assignment]
+    try:
+        with join_world("cpu") as world, LLM(folder, replace(TABLE, weights="int8"), world=world) as llm:
+            if world.rank:
+                llm.follow()
+                return None
+            return [made.tokens for made in llm.generate(PROMPTS, GREEDY)]
+    finally:
+        linear_formats.library, linear_formats.int8_is_fast = library, int8_is_fast
+
+
+def test_ranks_round_inputs_together_or_not_at_all(ranks: Ranks, tmp_path: Path) -> None:
+    """Else one waits in an all-reduce of the rows' largest numbers that the other does not call."""
+    tiny_llama(hidden_size=128, intermediate_size=256, head_dim=32).save_pretrained(tmp_path / "m")
+    assert [len(tokens) for tokens in ranks.run(2, unlike, str(tmp_path / "m"))[0]] == [8, 8, 8]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -97,6 +97,7 @@ def test_what_does_not_fit(fleet: dict[str, object], gateway: dict[str, str], po
 
 
 def test_what_is_missing_or_broken_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backing_services.shutil, "which", lambda *_, **__: sys.executable)  # nothing is started
     taken = socket.create_server(("127.0.0.1", 0))
     with (
         taken,

@@ -43,7 +43,7 @@ def some_codes() -> dict[str, Codes]:
         "W8A8": Codes(**row, inputs="token"),
         "Q4_0": Codes(codes_NK=whole(K, 16), bits=4, scale_NG=scale(16).half(), zero=8, **chunks),
         "int4": Codes(codes_NK=whole(K, 16), bits=4, group=128, scale_NG=scale(4).bfloat16(), zero=8),
-        "zeros": Codes(codes_NK=whole(K, 16), bits=4, group=64, scale_NG=scale(8).half(), zero_NG=whole(8, 16)),
+        "zeros": Codes(codes_NK=whole(K, 16), bits=4, group=64, scale_NG=scale(8).half(), zero=8, zero_NG=whole(8, 16)),
         "Q4_K": Codes(codes_NK=whole(K, 16), bits=4, group=32, **minima),
         "Q5_K": Codes(codes_NK=whole(K, 32), bits=5, group=32, **minima),
         "Q6_K": Codes(
@@ -54,6 +54,12 @@ def some_codes() -> dict[str, Codes]:
         "NVFP4": Codes(
             codes_NK=whole(K, 16), bits=4, group=16, scale_NG=whole(32, 127), fp4="e4m3", super_NS=scale(1)
         ),
+        "8 bits with zeros": Codes(
+            codes_NK=whole(K, 256), bits=8, group=64, scale_NG=scale(8).half(), zero_NG=whole(8, 256)
+        ),
+        "W8A8, odd": Codes(
+            codes_NK=whole(K - 32, 256), bits=8, group=K - 32, scale_NG=scale(1), zero=128, inputs="token"
+        ),
     }  # fmt: skip
 
 
@@ -62,8 +68,8 @@ def some_codes() -> dict[str, Codes]:
 def test_the_kernel_is_the_reference(name: str) -> None:
     codes = some_codes()[name]
     weight, bias = PackedWeight.of([codes]), torch.randn(N)
-    for tokens in (1, 3, 4, 12, 29):
-        x = torch.randn(tokens, K, generator=torch.Generator().manual_seed(tokens)) * 3
+    for tokens in (1, 3, 4, 12, 29, 150):  # matrix units take 16 at a time, and four times as many together
+        x = torch.randn(tokens, codes.codes_NK.shape[1], generator=torch.Generator().manual_seed(tokens)) * 3
         assert relative_error(weight(x), reference(x, codes)) < 1e-5
         assert torch.allclose(weight(x, bias) - bias, weight(x), rtol=1e-4, atol=1e-3)
         assert relative_error(reference(x, codes), x @ dequantised(codes).t()) < 2e-2
@@ -74,7 +80,7 @@ def test_rows_are_selected_and_outputs_ordered() -> None:
     torch.manual_seed(0)
     for codes in some_codes().values():
         order = torch.randperm(N)
-        weight, x = PackedWeight.of([codes], order), torch.randn(2, K)
+        weight, x = PackedWeight.of([codes], order), torch.randn(20, codes.codes_NK.shape[1])
         assert torch.equal(weight.select(torch.tensor([3, 40, 3])), dequantised(codes)[[3, 40, 3]])
         assert relative_error(weight(x)[:, order], reference(x, codes)) < 1e-5
 
@@ -150,7 +156,7 @@ def test_other_instruction_sets_agree(march: str, tmp_path, monkeypatch: pytest.
     monkeypatch.setattr(module, "library", lambda: kernels)
     torch.manual_seed(0)
     for codes in some_codes().values():
-        weight, x = PackedWeight.of([codes]), torch.randn(17, K)
+        weight, x = PackedWeight.of([codes]), torch.randn(17, codes.codes_NK.shape[1])
         assert relative_error(weight(x), reference(x, codes)) < 1e-5
     monkeypatch.setattr(token_kernels, "library", lambda: kernels)
     token_kernels.agree.cache_clear()

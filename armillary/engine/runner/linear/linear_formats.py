@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -28,10 +28,12 @@ from armillary.kernels.fp8.linear import E4M3, quantised
 from armillary.kernels.fp8.matmul import FP8_MATMUL, Fp8MatmulCase
 from armillary.kernels.native.few_rows import FewRows
 from armillary.kernels.native.half_weight import HalfWeight
+from armillary.kernels.native.library import library
 from armillary.kernels.quantized.integer_weights_cpu import Int8Weight, takes_int8
 from armillary.model.quantized.formats import IntGroups
 from armillary.model.quantized.packed_linear import PackedEmbedding, PackedLinear
 from armillary.model.transformer import Transformer
+from armillary.parallel.collectives import Group, all_reduce
 
 _PLAIN_LOOP = 20.0  # times slower than fp32: int8 units are as fast or faster, plain loops are hundreds of times slower
 Make = Callable[[Tensor, Tensor | None], LinearFn]  # (weight, bias) -> linear function
@@ -169,10 +171,29 @@ def onednn_is_exact() -> bool:
 @cache
 def int8_is_fast() -> bool:
     """Whether int8 GEMMs of this CPU and build are no plain loops, which oneDNN has for CPUs without int8 units: 300
-    times slower than fp32 with AVX-512 but no VNNI. A small one is timed against fp32."""
-    x, weight = torch.linspace(-1, 1, 4 * 256).view(4, 256), torch.linspace(-1, 1, 256 * 256).view(256, 256)
-    dense = Int8Dense.rounded(weight)
-    return _best_of_three(lambda: dense(x)) < _PLAIN_LOOP * _best_of_three(lambda: torch.mm(x, weight))
+    times slower than fp32 with AVX-512 but no VNNI. One is timed against fp32, large enough that calls do not count."""
+    x, weight = torch.linspace(-1, 1, 32 * 512).view(32, 512), torch.linspace(-1, 1, 512 * 512).view(512, 512)
+    dense, codes = Int8Dense.rounded(weight), x.mul(127).to(torch.int8)
+    return _best_of_three(lambda: dense._matmul(codes)) < _PLAIN_LOOP * _best_of_three(lambda: torch.mm(x, weight))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8Units:
+    """What multiplies inputs in int8 here. Ranks that divide a row round its inputs together or not at all, so all of
+    a group take what all of them have."""
+
+    native: bool  # the C++ kernels
+    fast: bool  # oneDNN
+
+    @classmethod
+    def here(cls) -> Int8Units:
+        return cls(native=library() is not None, fast=int8_is_fast())
+
+    @classmethod
+    def of_all(cls, group: Group) -> Int8Units:
+        here = cls.here()
+        native, fast = all_reduce(torch.tensor([here.native, here.fast], dtype=torch.int32), group, "min").tolist()
+        return cls(native=bool(native), fast=bool(fast))
 
 
 def _best_of_three(call: Callable[[], Tensor]) -> float:
@@ -193,12 +214,13 @@ def share_row_max(forward: Forward, row_max: Callable[[Tensor], Tensor]) -> None
             linear.row_max = row_max
 
 
-def int8_linear(weight_NK: Tensor, bias: Tensor | None = None) -> LinearFn:
+def int8_linear(weight_NK: Tensor, bias: Tensor | None = None, *, units: Int8Units | None = None) -> LinearFn:
     """A plain weight in int8; inputs are rounded too where that is fast."""
-    if (native := native_int8(weight_NK, bias)) is not None:
+    units = units or Int8Units.here()
+    if units.native and (native := native_int8(weight_NK, bias)) is not None:
         return native
     outputs, inputs = weight_NK.shape
-    if int8_is_fast() or not takes_int8(outputs, inputs, weight_NK.dtype):
+    if units.fast or not takes_int8(outputs, inputs, weight_NK.dtype):
         return Int8Dense.rounded(weight_NK, bias)
     part = IntegerPart(weight=Int8Weight.rounded(weight_NK.detach()), order_K=None)
     return IntegerLinear((part,), None, bias)
@@ -214,14 +236,14 @@ def half_linear(weight_NK: Tensor, bias: Tensor | None = None) -> LinearFn:
     return HalfWeight.of(weight_NK, bias) or Dense(weight_NK, bias)
 
 
-def run_int8(forward: Forward, *, let_go: bool) -> None:
+def run_int8(forward: Forward, units: Int8Units, *, let_go: bool) -> None:
     """Packed int8 layers whose checkpoint wants int8 inputs too (W8A8) become `Int8Dense` where that is fast; `let_go`
     frees the model's own copy."""
 
     def replaced(linear: LinearFn) -> LinearFn:
         if isinstance(linear, Joined):
             return linear.replaced(replaced)
-        if not isinstance(linear, PackedLinear) or not _is_w8a8(linear) or not int8_is_fast():
+        if not isinstance(linear, PackedLinear) or not _is_w8a8(linear) or not units.fast:
             return linear
         (part,) = linear.weight.parts
         codes_NK = (part.rows["codes"] ^ 128).view(torch.int8)

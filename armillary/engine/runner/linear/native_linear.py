@@ -7,6 +7,7 @@ kernels give what the rounded inputs give. What does not agree stays as it is.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from armillary.engine.runner.layer import replace_linear_fns
 from armillary.engine.runner.linear.linear_fn import LinearFn
 from armillary.kernels.core.agreement import relative_error
 from armillary.kernels.native import token_kernels
-from armillary.kernels.native.library import has_amx, library
+from armillary.kernels.native.library import library
 from armillary.kernels.native.packed_weight import (
     CHUNK,
     PANEL,
@@ -34,7 +35,7 @@ from armillary.model.quantized.packed_rows import PackedRows
 
 _GROWTH = 1.05
 _TOLERANCE = 1e-4  # sums of the same numbers in another order: 3e-7 was seen
-_CHECKED_TOKENS = (1, 5, 17)
+_CHECKED_TOKENS = (1, 5, 17)  # 16 of the last are a tile of matrix units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,22 +75,24 @@ class NativeLinear:
         return sum(part.weight.nbytes for part in self.parts)
 
 
-def run_native(forward: Forward, *, let_go: bool) -> None:
+def run_native(forward: Forward, *, let_go: bool, per_token: bool = True) -> None:
     """Packed layers that the kernels take become `NativeLinear`, experts and head too; `let_go` frees the model's own
-    copy. Without it nothing is replaced: the weights would be held twice."""
+    copy. Without it nothing is replaced: the weights would be held twice. `per_token`: also those whose inputs are
+    rounded by whole rows, which ranks must do together."""
     if not let_go or not packed_modules(forward.model) or library() is None:
         return
+    native = partial(native_linear, per_token=per_token)
     for layer in forward.layers:
-        replace_linear_fns(layer, native_linear)
+        replace_linear_fns(layer, native)
     model = forward.model
     for mixture in (layer.mixture for layer in forward.layers if layer.mixture is not None):
         for linear in packed_modules(mixture):
-            native_linear(linear)
+            native(linear)
     head = model.output if model.output is not None else model.embedding
-    if isinstance(head, PackedEmbedding) and (tied := _native(head.linear)) is not None:
+    if isinstance(head, PackedEmbedding) and (tied := _native(head.linear, per_token)) is not None:
         head.use_rows(tied.parts[0].weight.select)
     elif isinstance(head, PackedLinear):
-        native_linear(head)
+        native(head)
 
 
 def run_native_tokens(forward: Forward) -> None:
@@ -112,7 +115,7 @@ def run_native_tokens(forward: Forward) -> None:
 def native_int8(weight_NK: Tensor, bias: Tensor | None) -> NativeLinear | None:
     """A plain weight in int8, a scale per row; inputs are rounded per token. None where no kernel takes it."""
     outputs, inputs = weight_NK.shape
-    if library() is None or has_amx() or outputs % PANEL or inputs % CHUNK:
+    if library() is None or outputs % PANEL or inputs % CHUNK:
         return None
     rounded = Int8Weight.rounded(weight_NK.detach())
     codes = Codes(
@@ -126,18 +129,18 @@ def native_int8(weight_NK: Tensor, bias: Tensor | None) -> NativeLinear | None:
     return NativeLinear((NativePart(weight=PackedWeight.of([codes]), order_K=None, first=0),), outputs, bias)
 
 
-def native_linear(linear: LinearFn) -> LinearFn:
+def native_linear(linear: LinearFn, *, per_token: bool = True) -> LinearFn:
     """In the order of the kernels where they take it, else as it is."""
     if isinstance(linear, Joined):
-        return linear.replaced(native_linear)
-    native = _native(linear) if isinstance(linear, PackedLinear) else None
+        return linear.replaced(partial(native_linear, per_token=per_token))
+    native = _native(linear, per_token) if isinstance(linear, PackedLinear) else None
     return linear if native is None else native
 
 
-def _native(linear: PackedLinear) -> NativeLinear | None:
+def _native(linear: PackedLinear, per_token: bool) -> NativeLinear | None:
     """Frees the layer's own weight where it succeeds."""
     fused = linear.weight
-    if not fused.parts or not all(_takes(part) for part in fused.parts):
+    if not fused.parts or not all(_takes(part, per_token) for part in fused.parts):
         return None
     outputs, first, parts = sum(part.num_rows for part in fused.parts), 0, []
     order_N = None if fused.order_N is None else torch.argsort(fused.order_N)
@@ -153,14 +156,14 @@ def _native(linear: PackedLinear) -> NativeLinear | None:
     return native
 
 
-def _takes(part: PackedRows) -> bool:
+def _takes(part: PackedRows, per_token: bool) -> bool:
     """Whether the kernels take a weight, shown on its first rows."""
     some = part.select(slice(0, PANEL))
     codes = codes_of(some)
     if codes is None or part.num_rows % PANEL or refuses(codes) is not None:
         return False
-    if codes.inputs == "token" and has_amx():
-        return False  # oneDNN's GEMM of whole rows
+    if codes.inputs == "token" and not per_token:
+        return False
     stored = some.stored_order()
     if relative_error(dequantised(codes), stored.float()) > max(_TOLERANCE, torch.finfo(stored.dtype).eps):
         return False  # formats of 16 bits are dequantised in 16 bits, the kernels compute in fp32
