@@ -106,9 +106,7 @@ struct Rounded {
             const f32x16 v = load_f32(x + i), a = v < 0 ? -v : v;
             most = a > most ? a : most;
         }
-        float top = 0;
-        for (int i = 0; i < 16; i++) top = std::max(top, most[i]);
-        return top;
+        return largest_of(most);
     }
 
     // `halves`: the sums of 16 codes.
@@ -119,9 +117,7 @@ struct Rounded {
             const i32x16 r = (i32x16)(load_f32(x + i) * inverse + 12582912.0f) - 0x4b400000;
             const i8x16 b = __builtin_convertvector(r, i8x16);
             memcpy(out + i, &b, 16);
-            int32_t half = 0;
-            for (int j = 0; j < 16; j++) half += r[j];
-            halves[i / 16] = half;
+            halves[i / 16] = sum_of(r);
         }
     }
 };

@@ -34,6 +34,33 @@ INLINE f32x16 all(float x) { return f32x16{} + x; }
 INLINE i32x16 all(int32_t x) { return i32x16{} + x; }
 INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 INLINE f32x16 bits_of(u32x16 v) { return (f32x16)v; }
+
+// Of all lanes, halves on each other.
+INLINE int32_t sum_of(i32x16 v) {
+    typedef int32_t i32x8 __attribute__((vector_size(32)));
+    typedef int32_t i32x4 __attribute__((vector_size(16)));
+    i32x8 a[2];
+    i32x4 b[2];
+    memcpy(a, &v, 64);
+    a[0] += a[1];
+    memcpy(b, a, 32);
+    b[0] += b[1];
+    return b[0][0] + b[0][1] + (b[0][2] + b[0][3]);
+}
+
+INLINE float largest_of(f32x16 v) {
+    typedef float f32x8 __attribute__((vector_size(32)));
+    typedef float f32x4 __attribute__((vector_size(16)));
+    f32x8 a[2];
+    f32x4 b[2];
+    memcpy(a, &v, 64);
+    a[0] = a[0] > a[1] ? a[0] : a[1];
+    memcpy(b, a, 32);
+    b[0] = b[0] > b[1] ? b[0] : b[1];
+    const float low = b[0][0] > b[0][1] ? b[0][0] : b[0][1], high = b[0][2] > b[0][3] ? b[0][2] : b[0][3];
+    return low > high ? low : high;
+}
+
 INLINE u8x64 shift_right(u8x64 v, int bits) { return (u8x64)((u16x32)v >> bits); }  // the caller masks what crosses bytes
 
 INLINE f32x16 half_to_float(const uint8_t* p) {
