@@ -19,7 +19,7 @@ from armillary.model.weights.hf_weights import load_model
 from armillary.spec.tables.serve import Serve
 from armillary.store.gguf.local_folder import gguf_folder
 from armillary.store.home import Home
-from tests.engine.runner.test_packed_models import packed_experts
+from tests.engine.runner.test_packed_experts import packed_folder
 from tests.model.quantized.folders import FOLDERS, tiny_llama
 from tests.model.weights.test_gguf_weights import Q, write_gguf
 
@@ -91,10 +91,10 @@ def test_parts_of_several_formats_are_joined_in_order(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_experts_are_not_dequantised(tmp_path: Path) -> None:
-    folder = packed_experts(tmp_path)
+    folder = packed_folder(tmp_path, "int4 groups with zeros")
     llm, plain = LLM(folder, SERVE, device="cpu"), load_model(folder, dtype="fp32")
     assert not any(linear.weight.parts for linear in packed_modules(forward_of(llm).model))
-    mixture, x = forward_of(llm).layers[0].mixture, torch.randn(1, 9, 64)
+    mixture, x = forward_of(llm).layers[0].mixture, torch.randn(1, 9, 160)
     assert mixture is not None and relative_error(mixture(x), plain.blocks["0"].mlp(x)) < 3e-2
     assert len(llm.generate([[1, 2, 3]], GREEDY)[0].tokens) == 4
 
