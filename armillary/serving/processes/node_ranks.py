@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import socket
 import subprocess
 import time
@@ -23,7 +22,16 @@ from armillary.errors import BadInput
 from armillary.machine.network_route import route_to
 from armillary.serving.http.server import Say
 from armillary.serving.processes.engine_ipc import EngineConfig, NodePlace
-from armillary.serving.processes.node_messages import MOST_LINE, NotANode, line, message_of, number, shown
+from armillary.serving.processes.node_messages import (
+    Lines,
+    NotANode,
+    hello,
+    line,
+    message_of,
+    number,
+    shown,
+    why_refused,
+)
 from armillary.serving.processes.worker_process import exit_text, frame, spawn
 
 _CONNECT_EVERY_S = 1.0
@@ -65,8 +73,8 @@ def rank_environment(rank: RankPlace, node: NodePlace, inherited: Mapping[str, s
 class OtherNodes:
     """On the first node: the connections of the others, over all starts of the engine."""
 
-    def __init__(self, node: NodePlace, say: Say) -> None:
-        self._node, self._say = node, say
+    def __init__(self, config: EngineConfig, ranks: int, say: Say) -> None:
+        self._node, self._hello, self._say = config.nodes, hello(config, ranks), say
         self._server: asyncio.Server | None = None
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._changed = asyncio.Event()
@@ -106,7 +114,8 @@ class OtherNodes:
         if not rank:
             writer.close()
             return
-        if (before := self._writers.get(rank)) is not None:  # its end has not been noticed yet
+        if (before := self._writers.get(rank)) is not None:  # its end has not been noticed yet, or there are two of it
+            before.write(line({"refused": f"another process has connected as node {rank}"}))
             before.close()
             self.lost = f"node {rank} has started again"
         self._writers[rank] = writer
@@ -127,13 +136,13 @@ class OtherNodes:
     async def _admitted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
         """The rank of the node that has connected; 0 where it is none of this engine's, which is told and said."""
         try:
-            hello = message_of(await asyncio.wait_for(reader.readline(), _HELLO_S))
-            rank = number(hello, "node")
+            theirs = message_of(await asyncio.wait_for(reader.readline(), _HELLO_S))
+            rank = number(theirs, "node")
         except (OSError, ValueError, NotANode) as error:  # OSError: also a timeout
             host = (writer.get_extra_info("peername") or ("?",))[0]
             self._say_refused(f"{host} connected and is not a node of this engine ({error or 'it sent nothing'})")
             return 0
-        refused = self._why_refused(hello, rank)
+        refused = why_refused(theirs, self._hello)
         answer = {"refused": refused} if refused else {"welcome": rank, "version": __version__}
         with suppress(OSError):
             writer.write(line(answer))
@@ -141,15 +150,6 @@ class OtherNodes:
         if refused:
             self._say_refused(refused)
         return 0 if refused else rank
-
-    def _why_refused(self, hello: dict[str, Any], rank: int) -> str:
-        count = self._node.count
-        if hello.get("version") != __version__:
-            theirs = shown(str(hello.get("version")).encode())
-            return f"node {rank} has armillary {theirs}, the first node '{__version__}'; install the same on both"
-        if hello.get("of") != count or not 0 < rank < count:
-            return f"node {rank} has another serve.nodes or serve.node_rank than one of 1 to {count - 1} of {count}"
-        return ""
 
     def _say_refused(self, text: str) -> None:
         """Once, and of so many peers."""
@@ -164,7 +164,7 @@ def serve_node(config: EngineConfig, ranks: int, say: Say) -> None:
     try:
         while True:
             say(f"node {node.rank} of {node.count}: connecting to {node.host}:{node.port}")
-            with _joined(node, say) as connection:
+            with _joined(node, hello(config, ranks), say) as connection:
                 say(f"node {node.rank} of {node.count}: ranks start when the first node says so")
                 try:
                     _obey(connection, started, say)
@@ -216,80 +216,53 @@ class _LocalRanks:
         self._processes, self.number = [], 0
 
 
-class _Lines:
-    """A connection to the first node, and the lines that came."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock, self._pending = sock, b""
-        self._next: list[bytes] = []  # that came with the first line
-
-    def __enter__(self) -> _Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.sock.close()
-
-    def received(self, timeout_s: float) -> list[bytes] | None:
-        """Complete lines, after at most so long; None at the end of the connection, NotANode for a line too long."""
-        if self._next:
-            lines, self._next = self._next, []
-            return lines
-        if not select.select([self.sock], [], [], timeout_s)[0]:
-            return []
-        data = self.sock.recv(4096)
-        if not data:
-            return None
-        *lines, self._pending = (self._pending + data).split(b"\n")
-        if len(self._pending) > MOST_LINE:
-            raise NotANode(f"it sent a line of more than {MOST_LINE:,} bytes")
-        return lines
-
-    def first(self, timeout_s: float) -> bytes:
-        """One line; NotANode where none comes in that time."""
-        end = time.monotonic() + timeout_s
-        while (left := end - time.monotonic()) > 0:
-            lines = self.received(left)
-            if lines is None:
-                break
-            if lines:
-                self._next = lines[1:]
-                return lines[0]
-        raise NotANode(f"it sent {shown(self._pending)}" if self._pending else "it sent nothing")
-
-
-def _obey(connection: _Lines, ranks: _LocalRanks, say: Say) -> None:
+def _obey(connection: Lines, ranks: _LocalRanks, say: Say) -> None:
     """Until the connection ends, and the ranks with it."""
+
+    def lose(start: int, how: str) -> None:
+        ranks.end()
+        say(f"a rank has ended ({how}); waiting for the next start")
+        connection.sock.sendall(line({"lost": start, "why": how}))
+
     try:
         while (lines := connection.received(_LOOK_EVERY_S)) is not None:
             for message in map(message_of, lines):
-                if number(message, "start"):
+                _check_refused(message)
+                if start := number(message, "start"):
                     say("starting ranks")
-                    ranks.start(message["start"], number(message, "port"))
+                    if how := _started(ranks, start, number(message, "port")):
+                        lose(start, how)
                 else:
                     ranks.end()
             if not lines and ranks.number and (how := ranks.ended()):
-                started = ranks.number
-                ranks.end()
-                say(f"a rank has ended ({how}); waiting for the next start")
-                connection.sock.sendall(line({"lost": started, "why": how}))
+                lose(ranks.number, how)
     except OSError:
         pass  # the connection is gone
     finally:
         ranks.end()
 
 
-def _joined(node: NodePlace, say: Say) -> _Lines:
+def _started(ranks: _LocalRanks, start: int, port: int) -> str:
+    """Start ranks; why they could not be, or empty."""
+    try:
+        ranks.start(start, port)
+    except OSError as error:
+        return str(error.strerror or error)
+    return ""
+
+
+def _joined(node: NodePlace, greeting: dict[str, Any], say: Say) -> Lines:
     """A connection on which the first node has welcomed this one, as soon as it listens; why there is none yet is said
     once. BadInput where it refuses this node."""
     said = ""
     while True:
         try:
-            connection = _Lines(socket.create_connection((node.host, node.port), timeout=_HELLO_S))
+            connection = Lines(socket.create_connection((node.host, node.port), timeout=_HELLO_S))
         except OSError as error:
             why = f"not connected yet ({error.strerror or error}); trying again until the first node listens"
         else:
             try:
-                _greet(connection, node)
+                _greet(connection, greeting)
                 return connection
             except (OSError, NotANode) as error:
                 connection.sock.close()
@@ -303,13 +276,17 @@ def _joined(node: NodePlace, say: Say) -> _Lines:
         time.sleep(_CONNECT_EVERY_S)
 
 
-def _greet(connection: _Lines, node: NodePlace) -> None:
+def _greet(connection: Lines, greeting: dict[str, Any]) -> None:
     """Both say who they are; NotANode where the other end is something else."""
     sock = connection.sock
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.sendall(line({"node": node.rank, "of": node.count, "version": __version__}))
+    sock.sendall(line(greeting))
     answer = message_of(connection.first(_HELLO_S))
-    if refused := answer.get("refused"):
-        raise BadInput(f"the first node refuses this one: {shown(str(refused).encode())}")
+    _check_refused(answer)
     number(answer, "welcome")
     sock.settimeout(None)
+
+
+def _check_refused(message: dict[str, Any]) -> None:
+    if refused := message.get("refused"):
+        raise BadInput(f"the first node refuses this one: {shown(str(refused).encode())}")

@@ -24,7 +24,7 @@ class Ranks:
     def __init__(self, count: int, config: EngineConfig, say: Say) -> None:
         self.count = count
         self._module, self._node = config.program, config.nodes
-        self._others = OtherNodes(config.nodes, say) if config.nodes.count > 1 else None
+        self._others = OtherNodes(config, count, say) if config.nodes.count > 1 else None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._follower_socks: list[socket.socket] = []
         self._writer: asyncio.StreamWriter | None = None

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from armillary.cli.serving.serve_nodes import node_place
 from armillary.errors import BadInput
 from armillary.serving.processes import node_ranks
 from armillary.serving.processes.engine_ipc import EngineConfig, NodePlace
-from armillary.serving.processes.node_messages import line
+from armillary.serving.processes.node_messages import hello, line
 from armillary.serving.processes.node_ranks import OtherNodes
 from armillary.spec.tables.serve import Serve
 from armillary.store.home import Home
@@ -123,7 +124,13 @@ def test_one_line_says_what_is_missing(
 
 
 WELCOME = line({"welcome": 1, "version": __version__})
-HELLO = {"node": 1, "of": 2, "version": __version__}
+
+
+def of_node(node: NodePlace, **serve: Any) -> EngineConfig:
+    return EngineConfig(model="m", serve=Serve(**serve), home=Home.at("unused"), nodes=node)
+
+
+HELLO = hello(of_node(NodePlace(count=2, rank=1)), 4)
 
 
 @pytest.fixture
@@ -185,7 +192,7 @@ def test_a_node_says_once_why_it_is_not_connected_and_goes_on_trying(quick: None
 
     first = threading.Thread(target=listen)
     first.start()
-    node_ranks._joined(NodePlace(count=2, rank=1, host=host, port=int(port)), say).sock.close()
+    node_ranks._joined(NodePlace(count=2, rank=1, host=host, port=int(port)), HELLO, say).sock.close()
     first.join(10)
     assert len(said) == 1 and "not connected yet (Connection refused)" in said[0]
 
@@ -207,7 +214,7 @@ def test_a_node_says_once_why_it_is_not_connected_and_goes_on_trying(quick: None
 def test_something_else_on_the_port_is_one_line_and_the_node_tries_again(quick: None, answer: bytes, says: str) -> None:
     said: list[str] = []
     with first_node(answer, answer, answer, WELCOME) as node:
-        node_ranks._joined(node, said.append).sock.close()
+        node_ranks._joined(node, HELLO, said.append).sock.close()
     assert len(said) == 1 and says in said[0] and "is not the first node of an engine" in said[0]
     assert "\x1b" not in said[0] and "\n" not in said[0] and len(said[0]) < 300
 
@@ -218,7 +225,7 @@ def test_a_node_that_is_refused_ends_with_the_reason(quick: None) -> None:
         first_node(refused) as node,
         pytest.raises(BadInput, match=r"refuses this one: .*has armillary"),
     ):
-        node_ranks._joined(node, lambda text: None)
+        node_ranks._joined(node, HELLO, lambda text: None)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +233,7 @@ def test_a_node_that_is_refused_ends_with_the_reason(quick: None) -> None:
     [b"GET / HTTP/1.1\n", b"{}\n", line({"start": "now"}), line({"start": 1}), b"y" * 100_000],
     ids=["text", "empty", "no number", "no port", "long line"],
 )
-def test_a_first_node_that_goes_wrong_is_given_up_and_joined_again(quick: None, message: bytes, tmp_path: Path) -> None:
+def test_a_first_node_that_goes_wrong_is_given_up_and_joined_again(quick: None, message: bytes) -> None:
     said: list[str] = []
     joined = 0
 
@@ -238,7 +245,7 @@ def test_a_first_node_that_goes_wrong_is_given_up_and_joined_again(quick: None, 
             raise KeyboardInterrupt  # the user
 
     with first_node(WELCOME + message, WELCOME) as node, pytest.raises(KeyboardInterrupt):
-        node_ranks.serve_node(EngineConfig(model="m", serve=Serve(), home=Home.at(tmp_path), nodes=node), 2, say)
+        node_ranks.serve_node(of_node(node), 2, say)
     assert sum("the connection to the first node is given up: it" in text for text in said) == 1
 
 
@@ -252,10 +259,13 @@ def test_the_first_node_refuses_what_is_no_node_of_its_engine_and_goes_on(quick:
         line(HELLO | {"version": "0.0.1"}): "has armillary '0.0.1', the first node",
         line(HELLO | {"node": 2}): "has another serve.nodes or serve.node_rank",
         line(HELLO | {"of": 3}): "has another serve.nodes or serve.node_rank",
+        line(HELLO | {"settings": 1}): "node 1 has ranks 'None', the first node '4'; start the same command on both",
+        line(hello(of_node(NodePlace(count=2, rank=1)), 2)): "node 1 has ranks '2', the first node '4'",
+        line(hello(of_node(NodePlace(count=2, rank=1), dtype="bf16"), 4)): "add --set serve.dtype=auto on both",
     }
 
     async def serve() -> list[bytes]:
-        nodes = OtherNodes(NodePlace(count=2, rank=0, host=host, port=int(port)), said.append)
+        nodes = OtherNodes(of_node(NodePlace(count=2, rank=0, host=host, port=int(port))), 4, said.append)
         starting = asyncio.create_task(nodes.start(7))
         await asyncio.sleep(0.05)
         answers = []
@@ -280,6 +290,57 @@ def test_the_first_node_refuses_what_is_no_node_of_its_engine_and_goes_on(quick:
         assert sum(says in text for text in said) >= 1, (says, said)
     assert len(said) == len(set(said)), "each is said once"
     assert any(b"refused" in answer and b"0.0.1" in answer for answer in answers)
+
+
+def test_of_two_processes_of_one_node_the_later_one_stays(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each would take the other's place for ever, with a start of the engine every time."""
+    monkeypatch.setattr(node_ranks._LocalRanks, "start", lambda ranks, number, port: None)
+    host, _, port = free_address(1).rpartition(":")
+    place = NodePlace(count=2, rank=1, host=host, port=int(port))
+
+    async def serve() -> list[str]:
+        nodes = OtherNodes(of_node(replace(place, rank=0)), 4, lambda text: None)
+        starting = asyncio.create_task(nodes.start(7))
+        await asyncio.sleep(0.05)
+        ends = []
+        for _ in range(2):
+            ends.append(asyncio.create_task(asyncio.to_thread(until_it_ends, place)))
+            await asyncio.sleep(0.3)
+        assert nodes.lost == "node 1 has started again" and not ends[1].done()
+        await asyncio.wait_for(starting, 5)
+        for writer in nodes._writers.values():
+            writer.write(line({"refused": "enough"}))
+        nodes._server.close()  # type: ignore[union-attr]
+        return [await asyncio.wait_for(end, 5) for end in ends]
+
+    first, second = asyncio.run(serve())
+    assert "refuses this one: 'another process has connected as node 1'" in first and "'enough'" in second
+
+
+def until_it_ends(place: NodePlace) -> str:
+    try:
+        node_ranks.serve_node(of_node(place), 4, lambda text: None)
+    except BadInput as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_cannot_be_started_are_lost_and_the_reason_is_told(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spawn(*_: Any) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(node_ranks, "spawn", spawn)
+    said: list[str] = []
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(line({"start": 3, "port": 7}))
+        theirs.shutdown(socket.SHUT_WR)
+        node = of_node(NodePlace(count=2, rank=1))
+        node_ranks._obey(node_ranks.Lines(ours), node_ranks._LocalRanks(node, 2), said.append)
+        assert theirs.recv(4096) == line({"lost": 3, "why": "Cannot allocate memory"})
+    assert said[1] == "a rank has ended (Cannot allocate memory); waiting for the next start"
 
 
 def test_launchers_number_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
