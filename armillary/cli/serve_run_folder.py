@@ -145,13 +145,14 @@ def choose_layout(
 def resolve_threads(
     home: Home, source: ModelSource, asked: Recipe, dtype: Resolved, *, tp: int, device: str | None, say: Say
 ) -> Threads | None:
-    """serve.threads for a model that a CPU of this machine serves; none where the planner cannot say."""
+    """serve.threads for a model that a CPU of this machine serves; none where the planner cannot say, as of copies of
+    attention, each of which has its part of the cores."""
     from armillary.machine.machine import here
     from armillary.planning.serving.serving_plan import serving_request
     from armillary.profiling.dtypes.choice import with_dtype
 
     cluster = here(device=device)
-    if cluster.chip.kind != "cpu":
+    if cluster.chip.kind != "cpu" or asked.serve.dp_attention > 1:
         return None
     recipe = replace(
         asked,

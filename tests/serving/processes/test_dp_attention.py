@@ -78,6 +78,7 @@ def test_a_server_says_what_it_says_on_one_rank(moe: Path) -> None:
 def test_killing_a_rank_ends_no_client_in_silence(moe: Path, rank: int) -> None:
     body = {"model": "tiny", "prompt": "def main", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
     with run_server(moe, *DP, *SIZES) as server:
+        assert "\nthreads " not in server.log.read_text(), "each copy has its part of the cores"
         pids, said = server.engine_pids(), list[tuple[int, Any]]()
         clients = [threading.Thread(target=lambda: said.append(server.post("/v1/completions", body))) for _ in range(4)]
         for client in clients:
