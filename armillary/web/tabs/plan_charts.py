@@ -82,7 +82,7 @@ def serving_roofline(plan: ServingPlan) -> str:
     peaks = DevicePeaks(
         name=name, flops_per_s=replica.curves.peaks[curve_name(dtype)], bytes_per_s=replica.curves.bytes_per_s
     )
-    prompt, context = traffic.tokens_in, traffic.tokens_in + traffic.tokens_out // 2
+    prompt, context = traffic.tokens_in, plan.capacity.server.context
     steps = (
         (f"prefill of {prompt:,} tokens", replica.forward.ops(prompt, 1, decoding=False), replica.prefill(prompt)),
         (
