@@ -287,7 +287,7 @@ def _fit_cpu(executor: FastExecutor, serve: Serve, ranks: RankLayout | None, *, 
     packed_model = bool(packed_modules(forward.model))
     units = Int8Units(native=True, fast=True)
     if serve.weights == "int8" or packed_model:
-        units = Int8Units.of_all(ranks.tp) if ranks is not None and ranks.tp.size > 1 else Int8Units.here()
+        units = Int8Units.here() if ranks is None else Int8Units.of_all(ranks.world)
     run_native(forward, let_go=let_go, per_token=units.native)
     if serve.weights == "int8" or packed_model:
         run_native_tokens(forward)

@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from armillary.engine import build
 from armillary.engine.engine import Completion
 from armillary.engine.llm import LLM
 from armillary.engine.request.pooling import Pooling
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.runner import dp_leader
 from armillary.engine.runner.executor import Launched
+from armillary.engine.runner.linear.linear_formats import Int8Units
 from armillary.engine.runner.rank_layout import check_division
 from armillary.engine.runner.step_bytes import PREFIX, StepReport, decode_report, encode_report
 from armillary.engine.runner.step_channel import RankGone
@@ -225,6 +227,27 @@ def test_quantized_experts(ranks: Ranks, tmp_path: Path) -> None:
     assert isinstance(load_model(tmp_path / "packed", packed=True).blocks["0"].mlp.experts, PackedExperts)
     for layout in ({"ep": 2}, {"ep": 1}):
         check(ranks, [tmp_path / "packed"], 2, dp_attention=2, **layout)
+
+
+def int8_units(where: str) -> list[Int8Units]:
+    """What int8 GEMMs take on each rank, of which only the first found its units fast."""
+    found: list[Int8Units] = []
+    table = replace(TABLE, dp_attention=2, weights="int8")
+    with join_world("cpu") as world, pytest.MonkeyPatch.context() as monkeypatch:
+        here = Int8Units(native=False, fast=not world.rank)
+        monkeypatch.setattr(Int8Units, "here", lambda: here)
+        monkeypatch.setattr(build, "run_int8", lambda forward, units, let_go: found.append(units))
+        llm = LLM(where, table, world=world)
+        if world.rank:
+            llm.follow()
+        llm.close()
+    return found
+
+
+def test_copies_round_inputs_alike(ranks: Ranks, tmp_path: Path) -> None:
+    """Else the tokens of a request would depend on the copy that it comes to."""
+    each = ranks.run(2, int8_units, str(saved(tmp_path, "mixtral")))
+    assert each == [[Int8Units(native=False, fast=False)]] * 2
 
 
 def gathered(sizes: tuple[int, ...], dtype: torch.dtype, by_sum: bool) -> list[Any]:
