@@ -24,6 +24,7 @@ from armillary.kernels.core.version_trial import input_sets, time_version
 
 DENSE = AttentionCase(batch=1, length=8192, heads=32, kv_heads=8)
 SHORT = replace(DENSE, batch=2, length=4096)
+NARROW = replace(SHORT, batch=8, heads=64, head_dim=64, window=128, sinks=True)
 CASES: dict[str, tuple[str, AttentionCase]] = {
     "dense, cuDNN": ("cudnn", DENSE),
     "dense": ("triton", DENSE),
@@ -34,9 +35,10 @@ CASES: dict[str, tuple[str, AttentionCase]] = {
     "block-sparse": ("triton", replace(SHORT, sparse=True)),
     "sinks, full": ("triton", replace(DENSE, sinks=True)),
     "dense, heads of 64": ("triton", replace(DENSE, heads=64, head_dim=64)),
-    "sinks, window 128": ("triton", replace(SHORT, batch=8, heads=64, head_dim=64, window=128, sinks=True)),
+    "sinks, window 128": ("triton", NARROW),
+    "sinks, window 128, its own kernel": ("triton, narrow window", NARROW),
 }
-BOUND_BY_MEMORY = ("sinks, window 128",)
+BOUND_BY_MEMORY = ("sinks, window 128", "sinks, window 128, its own kernel")
 OTHER_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "8k in 4 documents, a stage less": ("8k in 4 documents", {"DOCUMENTS_AHEAD": False}),
     "4 documents, a stage less": ("4 documents", {"DOCUMENTS_AHEAD": False}),

@@ -3,14 +3,19 @@
     python -m tests.kernels.compile_for 86 [CASE …]
 
 Without TRITON_INTERPRET. Tensors are on the CPU, the chip is made up from the table of `machine.accelerator`, and
-launches compile instead of running. Prints JSON: case -> [[kernel, shared bytes], …], or how it failed.
+launches compile instead of running. Prints JSON: case -> [[kernel, bytes of shared memory, bytes of stack], …], or how
+it failed. A stack is what registers did not hold; 0 where triton carries no cuobjdump.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +26,7 @@ from armillary.machine import accelerator
 BF16 = torch.bfloat16
 
 
-def pretend_and_compile(capability: accelerator.Capability, compiled: list[tuple[str, int]]) -> None:
+def pretend_and_compile(capability: accelerator.Capability, compiled: list[tuple[str, int, int]]) -> None:
     """From here on every launch is compiled for the chip, as far as shared memory is known, and noted."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -45,10 +50,26 @@ def pretend_and_compile(capability: accelerator.Capability, compiled: list[tuple
 
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        compiled.append((self.fn.__name__, int(kernel.metadata.shared)))
+        compiled.append((self.fn.__name__, int(kernel.metadata.shared), stack_bytes(kernel.asm["cubin"])))
         return kernel
 
     JITFunction.run = note
+
+
+def stack_bytes(binary: bytes) -> int:
+    """Of a thread of the kernel: registers that are spilled, and arrays that are indexed at run time."""
+    from triton.backends import nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    if not tool.exists():
+        return 0
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        done = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"STACK:(\d+)", done.stdout + done.stderr)
+    assert found is not None, done.stdout
+    return int(found[1])
 
 
 def grouped(rows: int, *, tma: bool, dtype: torch.dtype = BF16) -> None:
@@ -72,6 +93,16 @@ def attention(
     masks = (packed, None, sinks if window else None, None, 0.1, window, 0.0, True)
     out, lse = attention_own._attention(q, k, k, *masks)
     attention_own._attention_backward(out, out, lse, q, k, k, *masks)
+
+
+def window_attention() -> None:
+    from armillary.kernels.attention import window_attention as launches
+    from armillary.kernels.attention.attention import AttentionOptions
+
+    q, k, sinks = torch.zeros(2, 300, 16, 64, dtype=BF16), torch.zeros(2, 300, 2, 64, dtype=BF16), torch.zeros(16)
+    assert launches.why_not(q, k, k, AttentionOptions(window=launches.WINDOW, sinks_N=sinks)) is None
+    launches._attention(q, k, k, sinks, 0.1)
+    launches._attention(q, k, k, None, 0.1)
 
 
 def small_linear(
@@ -288,6 +319,7 @@ CASES: dict[str, Callable[[], None]] = {
     "large linear, Hopper": large_linear,
     "large linear of 192 rows, Hopper": lambda: large_linear("192 rows"),
     "large linear with residual, Hopper": lambda: large_linear(residual=True),
+    "attention 64, window 128, Hopper": window_attention,
     "2-simplicial, fp32": lambda: simplicial(8, FP32),
     "delta rows, decoding": lambda: delta_rows(1),
     "delta rows, prompts": lambda: delta_rows(3),

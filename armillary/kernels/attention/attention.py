@@ -226,6 +226,14 @@ def _not_own(case: AttentionCase) -> str | None:
     return "it sums in fp32" if case.dtype == "fp64" else None
 
 
+def _not_window(case: AttentionCase) -> str | None:
+    if (case.window, case.head_dim) != (128, 64) or case.heads % (8 * case.kv_heads):
+        return "it is for windows of 128 keys and heads of 64 dims, eight to a KV head"
+    if case.documents or case.sparse or case.softcap:
+        return "it has no documents, block masks or caps"
+    return None if case.dtype in ("bf16", "fp16") else "it is for 16-bit dtypes"
+
+
 def _small(case: AttentionCase) -> AttentionCase:
     """The same case where the wide reference can hold its scores several times, so that versions compiled ahead fit
     too."""
@@ -247,6 +255,13 @@ ATTENTION = Op(
     reference=reference,
     versions=(
         in_triton("attention.attention_triton", "attention", refuses=_not_own),
+        in_triton(
+            "attention.window_attention",
+            "attention",
+            name="triton, narrow window",
+            refuses=_not_window,
+            needs=("wgmma",),
+        ),
         Version(name="cudnn", run=cudnn, refuses=_not_plain, needs=("cuda",), deterministic=False),
         Version(name="flash", run=flash, refuses=_not_plain, needs=("cuda",), deterministic=False),
         Version(

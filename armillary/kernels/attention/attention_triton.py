@@ -23,7 +23,7 @@ from armillary.kernels.core.requirements import note_once
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
 
-_LOG2E = math.log2(math.e)
+LOG2E = math.log2(math.e)
 
 
 def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
@@ -257,7 +257,7 @@ def _attention_backward(
         )
     if sinks is None:
         return dq, dk, dv, q.new_empty(0)
-    weights = torch.exp2(sinks.float()[:, None] * _LOG2E - lse)
+    weights = torch.exp2(sinks.float()[:, None] * LOG2E - lse)
     return dq, dk, dv, -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
@@ -304,4 +304,4 @@ _attention.register_autograd(_gradients, setup_context=_setup_context)
 
 def _scales(scale: float, softcap: float) -> tuple[float, float, float]:
     """The scale itself, the factor of q·k in the kernel, and the cap, the last two in base-2 units."""
-    return (scale, scale / softcap, softcap * _LOG2E) if softcap else (scale, scale * _LOG2E, 0.0)
+    return (scale, scale / softcap, softcap * LOG2E) if softcap else (scale, scale * LOG2E, 0.0)
