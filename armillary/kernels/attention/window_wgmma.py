@@ -1,6 +1,6 @@
-"""Sliding-window attention, forward, for Hopper and 8 query heads per KV head, in Gluon: one program per multiprocessor.
+"""Sliding-window attention, forward, for Hopper and 8 query heads per KV head, in Gluon.
 
-Rows of a tile are 8 tokens × 8 heads. They see WINDOW keys, of which the first 8 are hidden from some rows, and the 8
+One program runs per multiprocessor. Rows of a tile are 8 tokens × 8 heads. They see WINDOW keys, of which the first 8 are hidden from some rows, and the 8
 keys at their own positions: a softmax in one pass, with no maximum to carry along. Keys and values of a chunk of tokens
 lie in shared memory once; four partitions of four warps take its tiles in turn, so that one copies, one multiplies and
 one takes exponentials at a time. The first partition also copies the next chunk's keys and values.
@@ -163,10 +163,10 @@ def _attend(
         _all_arrive()
         tma.async_copy_shared_to_global(out_desc, [batch, token, heads * GROUP, 0], out_tile)
         if PART == 0:
-            if (local == 0) & (group + CHUNK // GROUP < num_groups):  # into the place of the last chunk but one
+            following = group + CHUNK // GROUP  # local is 0, so this is where the next chunk begins
+            if (local == 0) & (following < num_groups):  # into the place of the last chunk but one
                 mbarrier.wait(chunk_free.index(1 - buffer), phase ^ 1 ^ buffer)
-                following = first_group + (chunk + 1) * (CHUNK // GROUP)
-                _copy_chunk(sources, rings, place, following, 1 - buffer, WINDOW, CHUNK, BOX)
+                _copy_chunk(sources, rings, place, first_group + following, 1 - buffer, WINDOW, CHUNK, BOX)
     tma.store_wait(0)
 
 

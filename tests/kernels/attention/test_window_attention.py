@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from armillary.kernels.attention.attention import ATTENTION, AttentionCase, AttentionOptions, inputs, reference
+from armillary.kernels.attention.attention import ATTENTION, AttentionCase, inputs, reference
 from armillary.kernels.core.agreement import check, expect, relative_error
 from armillary.kernels.core.requirements import lacking
 from armillary.machine.accelerator import of_nvidia
