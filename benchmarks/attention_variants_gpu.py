@@ -42,7 +42,13 @@ BOUND_BY_MEMORY = ("sinks, window 128", "sinks, window 128, its own kernel")
 OTHER_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "8k in 4 documents, a stage less": ("8k in 4 documents", {"DOCUMENTS_AHEAD": False}),
     "4 documents, a stage less": ("4 documents", {"DOCUMENTS_AHEAD": False}),
-    "sinks, window 128, three loops backward": ("sinks, window 128", {"ONE_LOOP_NARROW": False}),
+    **{
+        f"{name}, heads apart": (name, {"HEADS_TOGETHER": False})
+        for name in ("dense", "8k in 4 documents", "4 documents", "window 1024", "block-sparse")
+    },
+    "block-sparse, queries afterwards": ("block-sparse", {"QUERIES_BESIDE_KEYS": False}),
+    "block-sparse, as before": ("block-sparse", {"QUERIES_BESIDE_KEYS": False, "HEADS_TOGETHER": False}),
+    "sinks, window 128, two loops backward": ("sinks, window 128", {"ONE_LOOP_NARROW": False}),
     "sinks, window 128, a head per block": ("sinks, window 128", {"PACKED_NARROW": None}),
     **{
         f"sinks, window 128, {m} × {n}, {warps} warps": (

@@ -83,14 +83,21 @@ def grouped(rows: int, *, tma: bool, dtype: torch.dtype = BF16) -> None:
 
 
 def attention(
-    head_dim: int, dtype: torch.dtype = BF16, *, heads: int = 4, documents: bool = False, window: int = 0
+    head_dim: int,
+    dtype: torch.dtype = BF16,
+    *,
+    heads: int = 4,
+    documents: bool = False,
+    window: int = 0,
+    sparse: bool = False,
 ) -> None:
     """A window has sinks too, as gpt-oss has."""
     from armillary.kernels.attention import attention_triton as attention_own
 
     q, k = (torch.zeros(1, 512, n, head_dim, dtype=dtype) for n in (heads, 2))
     packed, sinks = torch.zeros(1, 512, dtype=torch.int32) if documents else None, torch.zeros(heads)
-    masks = (packed, None, sinks if window else None, None, 0.1, window, 0.0, True)
+    blocks = torch.ones(4, 4, dtype=torch.bool) if sparse else None
+    masks = (packed, blocks, sinks if window else None, None, 0.1, window, 0.0, True)
     out, lse = attention_own._attention(q, k, k, *masks)
     attention_own._attention_backward(out, out, lse, q, k, k, *masks)
 
@@ -358,6 +365,8 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"attention {dim}": lambda dim=dim: attention(dim) for dim in (64, 128, 256)},
     **{f"attention {dim}, fp32": lambda dim=dim: attention(dim, FP32) for dim in (64, 128, 256)},
     "attention 128, documents": lambda: attention(128, documents=True),
+    "attention 128, block-sparse": lambda: attention(128, sparse=True),
+    "attention 128, window": lambda: attention(128, window=300),
     "attention 64, narrow window": lambda: attention(64, window=128),
     "attention 64, narrow window, 8 heads share keys": lambda: attention(64, heads=16, window=128),
     **{

@@ -4,26 +4,20 @@ The mask is reduced on the device to ranges (documents) or lists (block-sparse m
 what is not visible and nothing waits for the CPU.
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from armillary.kernels.attention import tiles as tile_table
-from armillary.kernels.attention.attention import BLOCK, PLAIN, AttentionOptions, reference
-from armillary.kernels.attention.backward_triton import delta_kernel
+from armillary.kernels.attention.attention import PLAIN, AttentionOptions, reference
 from armillary.kernels.attention.forward_triton import forward_kernel
-from armillary.kernels.attention.key_gradient_triton import key_kernel
+from armillary.kernels.attention.gradients import LOG2E, Masks, both_gradients, row_sums, scale_factors
 from armillary.kernels.attention.mask_triton import mask_arguments
-from armillary.kernels.attention.query_gradient_triton import query_kernel
-from armillary.kernels.attention.tiles import attention_tiles, can_copy, described, is_narrow
+from armillary.kernels.attention.tiles import attention_tiles, can_copy, described
 from armillary.kernels.core.launch import ceil_div, dense, on, power_of_two, unit_stride
 from armillary.kernels.core.requirements import note_once
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
-
-LOG2E = math.log2(math.e)
 
 
 def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
@@ -113,7 +107,7 @@ def _attention(
             S,
             N,
             N // K,
-            *_scales(scale, softcap)[1:],
+            *scale_factors(scale, softcap)[1:],
             window,
             listed.shape[-1],
             **flags,
@@ -179,82 +173,11 @@ def _attention_backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), dsinks
     q, k, v, grad = (unit_stride(x) for x in (q, k, v, grad))
     slopes = dense(slopes)
-    (B, T, N, D), (S, K) = q.shape, k.shape[1:3]
-    delta = torch.empty_like(lse)
-    shared = {"FP32": q.dtype == torch.float32, "D": D, "BLOCK_D": max(16, power_of_two(D))}
+    masks = Masks(documents, blocks, slopes, window, softcap, causal)
     with on(q):
-        delta_kernel[(ceil_div(T, 64), N, B)](
-            out, grad, delta, *grad.stride()[:3], T, N, D=D, BLOCK_D=shared["BLOCK_D"], BLOCK_M=64, num_warps=4
-        )
-        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3])
-        sizes = (T, S, N, N // K, *_scales(scale, softcap), window)
-        narrow = tile_table.ONE_LOOP_NARROW and is_narrow(q, window) and blocks is None and slopes is None
-        tiles = attention_tiles("key", q, window=window)
-        flags, mask, lists = mask_arguments(
-            documents, blocks, window, softcap, causal, slopes, T, S, tiles.queries, ends=True
-        )
-        listed, counts = lists.by_key if lists else (lse, lse)
-        tma = can_copy(q, grad)
-        q_src, grad_src = (described(x, tiles.queries) if tma else x for x in (q, grad))
-        key_kernel[(ceil_div(S, tiles.keys), K, B)](
-            q_src,
-            k,
-            v,
-            grad_src,
-            dk,
-            dv,
-            lse,
-            delta,
-            mask.documents,
-            mask.end,
-            mask.run_end,
-            listed,
-            counts,
-            slopes,
-            *strides,
-            *sizes,
-            listed.shape[-1],
-            **flags,
-            **shared,
-            EVEN=T % tiles.queries == 0,
-            BLOCK_M=tiles.queries,
-            BLOCK_N=tiles.keys,
-            STAGES=tiles.stages,
-            NARROW=narrow,
-            TMA=tma,
-            num_warps=tiles.warps,
-        )
-        tiles = attention_tiles("query", q)
-        flags["LISTED"] = BLOCK // tiles.keys if lists else 0
-        listed, counts = lists.by_query if lists else (lse, lse)
-        tma = can_copy(k, v)
-        k_src, v_src = (described(x, tiles.keys) if tma else x for x in (k, v))
-        query_kernel[(ceil_div(T, tiles.queries), N, B)](
-            q,
-            k_src,
-            v_src,
-            grad,
-            dq,
-            lse,
-            delta,
-            mask.documents,
-            mask.begin,
-            mask.run,
-            listed,
-            counts,
-            slopes,
-            *strides,
-            *sizes,
-            listed.shape[-1],
-            **flags,
-            **shared,
-            BLOCK_M=tiles.queries,
-            BLOCK_N=tiles.keys,
-            STAGES=tiles.stages,
-            NARROW=narrow,
-            TMA=tma,
-            num_warps=tiles.warps,
-        )
+        delta = row_sums(grad, out)
+        shared = (grad, lse, delta)
+        both_gradients(q, k, v, shared, (dq, dk, dv), masks, scale_factors(scale, softcap))
     if sinks is None:
         return dq, dk, dv, q.new_empty(0)
     weights = torch.exp2(sinks.float()[:, None] * LOG2E - lse)
@@ -300,8 +223,3 @@ def _gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
 
 
 _attention.register_autograd(_gradients, setup_context=_setup_context)
-
-
-def _scales(scale: float, softcap: float) -> tuple[float, float, float]:
-    """The scale itself, the factor of q·k in the kernel, and the cap, the last two in base-2 units."""
-    return (scale, scale / softcap, softcap * LOG2E) if softcap else (scale, scale * LOG2E, 0.0)

@@ -21,72 +21,69 @@ def _over_queries(
     v,
     key,
     key_doc,
-    q_src,
-    g_src,
-    q_stride,
-    g_stride,
+    sources,
+    strides,
     batch,
     head,
-    lse_ptr,
-    delta_ptr,
+    rows_ptr,
     doc_ptr,
     list_ptr,
+    slope_ptr,
+    heads,
+    blocks,
     first,
-    last,
-    slope,
-    scale2,
-    softcap,
-    T,
-    S,
-    window,
-    shift,
+    gap_at,
+    gap,
+    factors,
+    sizes,
     MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    DOCS: tl.constexpr,
-    SLOPES: tl.constexpr,
-    CAPPED: tl.constexpr,
-    LISTED: tl.constexpr,
+    FLAGS: tl.constexpr,
     FP32: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
-    EACH: tl.constexpr = False,
-    first_block=0,
-    blocks=1,
-    q_head=0,
-    g_head=0,
 ):
-    """EACH: of every head from `head` on, `blocks` blocks from `first_block` on, so that the next head's queries are
-    loaded while this one's are computed; `q_head` and `g_head` are strides between heads."""
+    """Of each of `heads` heads from `head` on, `blocks` blocks of queries from `first` on, those from `gap_at` on being
+    `gap` further: one loop, so that the next head's queries are loaded while this one's are computed."""
+    CAUSAL: tl.constexpr = FLAGS[0]
+    WINDOW: tl.constexpr = FLAGS[1]
+    DOCS: tl.constexpr = FLAGS[2]
+    SLOPES: tl.constexpr = FLAGS[3]
+    CAPPED: tl.constexpr = FLAGS[4]
+    LISTED: tl.constexpr = FLAGS[5]
     precision: tl.constexpr = "tf32x3" if FP32 else "tf32"
-    for step in tl.range(first, last, num_stages=STAGES):
-        member = 0
-        if EACH:
-            member = step // blocks
-            begin = (first_block + step - member * blocks) * BLOCK_M
-        elif LISTED > 0:
-            begin = (tl.load(list_ptr + step // LISTED) * LISTED + step % LISTED) * BLOCK_M
-        else:
-            begin = step * BLOCK_M
+    q_src, g_src = sources
+    q_t, q_n, g_t, g_n = strides
+    lse_ptr, delta_ptr = rows_ptr
+    scale2, softcap, window = factors
+    T, S = sizes
+    each = tl.maximum(blocks, 1)
+    for step in tl.range(0, heads * blocks, num_stages=STAGES):
+        member = step // each
+        at = first + step - member * each
+        if MASKED:
+            at = tl.where(at < gap_at, at, at + gap)
+        begin = at * BLOCK_M
+        if LISTED > 0:  # LISTED steps share a listed block
+            begin = (tl.load(list_ptr + at // LISTED) * LISTED + at % LISTED) * BLOCK_M
         query = begin + tl.arange(0, BLOCK_M)
-        if EACH and not TMA:
-            q = tile(q_src + member * q_head, q_stride, batch, head, begin, T, D, BLOCK_D, BLOCK_M, MASKED, TMA)
-            grad = tile(g_src + member * g_head, g_stride, batch, head, begin, T, D, BLOCK_D, BLOCK_M, MASKED, TMA)
+        if TMA:
+            q = tile(q_src, q_t, batch, head + member, begin, T, D, BLOCK_D, BLOCK_M, MASKED, TMA)
+            grad = tile(g_src, g_t, batch, head + member, begin, T, D, BLOCK_D, BLOCK_M, MASKED, TMA)
         else:
-            q = tile(q_src, q_stride, batch, head + member, begin, T, D, BLOCK_D, BLOCK_M, MASKED, TMA)
-            grad = tile(g_src, g_stride, batch, head + member, begin, T, D, BLOCK_D, BLOCK_M, MASKED, TMA)
-        if EACH:
+            q = tile(q_src + member * q_n, q_t, batch, head, begin, T, D, BLOCK_D, BLOCK_M, MASKED, TMA)
+            grad = tile(g_src + member * g_n, g_t, batch, head, begin, T, D, BLOCK_D, BLOCK_M, MASKED, TMA)
+        if MASKED:
             lse = tl.load(lse_ptr + member * T + query, mask=query < T, other=float("inf"))
             delta = tl.load(delta_ptr + member * T + query, mask=query < T, other=0.0)
-        elif MASKED:
-            lse = tl.load(lse_ptr + query, mask=query < T, other=float("inf"))
-            delta = tl.load(delta_ptr + query, mask=query < T, other=0.0)
         else:
-            lse = tl.load(lse_ptr + query)
-            delta = tl.load(delta_ptr + query)
+            lse = tl.load(lse_ptr + member * T + query)
+            delta = tl.load(delta_ptr + member * T + query)
+        slope = 0.0
+        if SLOPES:
+            slope = tl.load(slope_ptr + head + member).to(tl.float32) * 1.4426950408889634
         query_doc = query
         if MASKED and DOCS:
             query_doc = tl.load(doc_ptr + query, mask=query < T, other=-2)
@@ -103,13 +100,14 @@ def _over_queries(
             T,
             S,
             window,
-            shift,
+            S - T,
             MASKED,
             CAUSAL,
             WINDOW,
             DOCS,
             SLOPES,
             CAPPED,
+            False,
         )
         p = tl.exp2(s - lse[None, :])
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=precision)
@@ -134,6 +132,7 @@ def key_kernel(
     run_end_ptr,
     list_ptr,
     count_ptr,
+    order_ptr,
     slope_ptr,
     q_b,
     q_t,
@@ -163,18 +162,23 @@ def key_kernel(
     CAPPED: tl.constexpr,
     LISTED: tl.constexpr,
     FP32: tl.constexpr,
-    EVEN: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     NARROW: tl.constexpr,
+    TOGETHER: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """dK and dV of one block of keys and one KV head; the first blocks, which most queries see, come first. NARROW: few
-    blocks of queries see a key, so all of them, of all heads, are one masked loop."""
+    """dK and dV of one block of keys and one KV head; the first blocks, which most queries see, come first. Two loops:
+    over blocks of queries that see all keys, and over those around them, whose scores are masked. TOGETHER: each of the
+    two goes over all heads. NARROW: few blocks of queries see a key, so the first loop is empty."""
     block, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if LISTED > 0:  # the longest lists first, of all heads
+        kv_head, batch = tl.program_id(0) % (N // group), tl.program_id(0) // (N // group)
+        PER_LIST: tl.constexpr = LISTED * BLOCK_M // BLOCK_N
+        block = tl.load(order_ptr + tl.program_id(1) // PER_LIST) * PER_LIST + tl.program_id(1) % PER_LIST
     batch_row = batch.to(tl.int64)
     shift = S - T
     key = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -204,78 +208,23 @@ def key_kernel(
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     if NARROW:
-        head, blocks = kv_head * group, tl.maximum(last - first, 0)
+        full_first, full_last = last, last
+    if LISTED > 0:
+        listed = block // (LISTED * BLOCK_M // BLOCK_N)
+        list_ptr += listed * lists
+        first, full_first, full_last = 0, 0, tl.load(count_ptr + 2 * listed) * LISTED
+        last = tl.load(count_ptr + 2 * listed + 1) * LISTED
+    FLAGS: tl.constexpr = (CAUSAL, WINDOW, DOCS, SLOPES, CAPPED, LISTED)
+    for loop in range(1 if TOGETHER else group):
+        head = kv_head * group + loop
         q_src, g_src = q_ptr, grad_ptr
         if not TMA:
             q_src += batch_row * q_b + head * q_n
             g_src += batch_row * g_b + head * g_n
         row = (batch_row * N + head) * T
-        dk, dv = _over_queries(
-            dk,
-            dv,
-            k,
-            v,
-            key,
-            key_doc,
-            q_src,
-            g_src,
-            q_t,
-            g_t,
-            batch,
-            head,
-            lse_ptr + row,
-            delta_ptr + row,
-            doc_ptr,
-            list_ptr,
-            0,
-            group * blocks,
-            0.0,
-            scale2,
-            softcap,
-            T,
-            S,
-            window,
-            shift,
-            True,
-            CAUSAL,
-            WINDOW,
-            DOCS,
-            False,
-            CAPPED,
-            0,
-            FP32,
-            D,
-            BLOCK_D,
-            BLOCK_M,
-            STAGES,
-            TMA,
-            True,
-            first,
-            tl.maximum(blocks, 1),
-            q_n,
-            g_n,
-        )
-    for member in range(0 if NARROW else group):
-        head = kv_head * group + member
-        q_src, g_src = q_ptr, grad_ptr
-        if not TMA:
-            q_src += batch_row * q_b + head * q_n
-            g_src += batch_row * g_b + head * g_n
-        row = (batch_row * N + head) * T
-        slope = 0.0
-        if SLOPES:
-            slope = tl.load(slope_ptr + head).to(tl.float32) * 1.4426950408889634
-        if LISTED > 0:
-            listed = block // (LISTED * BLOCK_M // BLOCK_N)
-            listed_ptr = list_ptr + listed * lists
-            full_first, full_last = 0, tl.load(count_ptr + 2 * listed) * LISTED
-            last = tl.load(count_ptr + 2 * listed + 1) * LISTED
-        else:
-            listed_ptr = list_ptr
-        starts_masked: tl.constexpr = LISTED == 0 and (CAUSAL or DOCS)
-        ends_masked: tl.constexpr = LISTED > 0 or WINDOW or DOCS or not EVEN
-        # before, in and after the blocks of queries that see all keys
-        for region in tl.static_range(0 if starts_masked else 1, 3 if ends_masked else 2):
+        for edge in tl.static_range(1 if NARROW else 0, 2):
+            # the blocks around are before full_first and from full_last on
+            around = full_first - first + last - full_last
             dk, dv = _over_queries(
                 dk,
                 dv,
@@ -283,32 +232,23 @@ def key_kernel(
                 v,
                 key,
                 key_doc,
-                q_src,
-                g_src,
-                q_t,
-                g_t,
+                (q_src, g_src),
+                (q_t, q_n, g_t, g_n),
                 batch,
                 head,
-                lse_ptr + row,
-                delta_ptr + row,
+                (lse_ptr + row, delta_ptr + row),
                 doc_ptr,
-                listed_ptr,
-                first if region == 0 else full_first if region == 1 else full_last,
-                full_first if region == 0 else full_last if region == 1 else last,
-                slope,
-                scale2,
-                softcap,
-                T,
-                S,
-                window,
-                shift,
-                region != 1,
-                CAUSAL,
-                WINDOW,
-                DOCS,
-                SLOPES,
-                CAPPED,
-                LISTED,
+                list_ptr,
+                slope_ptr,
+                group if TOGETHER else 1,
+                around if edge else full_last - full_first,
+                first if edge else full_first,
+                full_first,
+                full_last - full_first,
+                (scale2, softcap, window),
+                (T, S),
+                edge == 1,
+                FLAGS,
                 FP32,
                 D,
                 BLOCK_D,

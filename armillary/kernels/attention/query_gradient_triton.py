@@ -28,6 +28,8 @@ def _over_keys(
     list_ptr,
     first,
     last,
+    gap_at,
+    gap,
     slope,
     scale2,
     softcap,
@@ -49,10 +51,13 @@ def _over_keys(
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
 ):
+    """Steps first … last − 1; from step `gap_at` on, blocks are `gap` further: both edges are one loop."""
     precision: tl.constexpr = "tf32x3" if FP32 else "tf32"
     for step in tl.range(first, last, num_stages=STAGES):
         if LISTED > 0:
             begin = (tl.load(list_ptr + step // LISTED) * LISTED + step % LISTED) * BLOCK_N
+        elif MASKED:
+            begin = tl.where(step < gap_at, step, step + gap) * BLOCK_N
         else:
             begin = step * BLOCK_N
         key = begin + tl.arange(0, BLOCK_N)
@@ -82,6 +87,7 @@ def _over_keys(
             DOCS,
             SLOPES,
             CAPPED,
+            False,
         )
         p = tl.exp2(s - lse[:, None])
         ds = score_gradient(qk, p, dp, delta[:, None], scale2, CAPPED)
@@ -168,8 +174,9 @@ def query_kernel(
     if LISTED > 0:
         listed = block // (LISTED * BLOCK_N // BLOCK_M)
         list_ptr += listed * lists
-        first, full_first, full_last = 0, 0, tl.load(count_ptr + 2 * listed) * LISTED
-        last = tl.load(count_ptr + 2 * listed + 1) * LISTED
+        full_first, full_last = 0, tl.load(count_ptr + 2 * listed) * LISTED
+        first, last = full_last, tl.load(count_ptr + 2 * listed + 1) * LISTED
+        gap_at, gap = 0, 0
     else:
         first, full_first, full_last, last = key_range(
             block,
@@ -187,9 +194,9 @@ def query_kernel(
             BLOCK_N,
         )
         if NARROW:
-            full_first, full_last = first, first
-    edge: tl.constexpr = (WINDOW or DOCS) and not NARROW and LISTED == 0
-    for region in tl.static_range(0 if edge else 1, 3):  # before, in and after the blocks of keys that all queries see
+            full_first, full_last = last, last
+        gap_at, gap = full_first, full_last - full_first
+    for edge in tl.static_range(1 if NARROW else 0, 2):  # blocks of keys that all queries see, then the ones around
         dq = _over_keys(
             dq,
             q,
@@ -206,8 +213,10 @@ def query_kernel(
             kv_head,
             doc_ptr,
             list_ptr,
-            first if region == 0 else full_first if region == 1 else full_last,
-            full_first if region == 0 else full_last if region == 1 else last,
+            first if edge else full_first,
+            last - gap if edge else full_last,
+            gap_at,
+            gap,
             slope,
             scale2,
             softcap,
@@ -215,7 +224,7 @@ def query_kernel(
             S,
             window,
             shift,
-            region != 1,
+            edge == 1,
             CAUSAL,
             WINDOW,
             DOCS,

@@ -27,8 +27,11 @@ def scores(
     DOCS: tl.constexpr,
     SLOPES: tl.constexpr,
     CAPPED: tl.constexpr,
+    BOUNDED: tl.constexpr = True,
 ):
-    """Raw q·k to scores in base-2 units, -inf where not visible. query, key and their documents broadcast to qk."""
+    """Raw q·k to scores in base-2 units, -inf where not visible. query, key and their documents broadcast to qk.
+    BOUNDED: also beyond the ends of the sequences, which the backward pass has no need of: log-sum-exps are infinite
+    there, keys are zero, and rows are not stored."""
     qk = qk * scale2
     if CAPPED:  # scale2 is then scale / softcap, and softcap in base-2 units
         qk = (2 * tl.sigmoid(2 * qk) - 1) * softcap
@@ -36,7 +39,7 @@ def scores(
     if SLOPES:
         qk = qk - slope * distance.to(tl.float32)
     if MASKED:
-        seen = (key < S) & (query < T)
+        seen = (key < S) & (query < T) if BOUNDED else distance == distance
         if CAUSAL:
             seen = seen & (distance >= 0)
         if WINDOW:

@@ -63,6 +63,8 @@ _TILES: dict[tuple[str, bool], dict[int, tuple[AttentionTiles, ...]]] = {
 }
 
 
+_BESIDE = AttentionTiles(64, 64, 4, 2, 97)
+"""of the query kernel at head dims up to 128, two of which share a multiprocessor with each other or a key program"""
 _NARROW = 256
 """keys of a window up to which a block of queries sees few blocks of keys"""
 _NARROW_TILES = {
@@ -79,7 +81,13 @@ tokens of one head see 192, so that half as much is read from L2 and a fifth les
 head per block"""
 ONE_LOOP_NARROW = True
 """backward, under a narrow window: all blocks that see each other in one masked loop, over the heads that share keys
-too; False: three loops of about one block each, per head, a tenth slower"""
+too; False: a loop over those without hidden pairs as well. Three loops per head were a tenth slower"""
+HEADS_TOGETHER = True
+"""dK and dV: blocks of queries of all heads that share keys in one loop, and those at the edges in another; False: two
+loops per head. Not yet timed"""
+QUERIES_BESIDE_KEYS = True
+"""backward, with lists of blocks: dQ by programs of 64 queries on a second stream, which fill the places that the last
+programs for long lists leave; False: afterwards, by programs of 128. Not yet timed"""
 DOCUMENTS_AHEAD = True
 """forward, with document numbers: as many stages as without where no number is loaded, one less at the edges; False:
 one less everywhere, a tenth slower"""
@@ -90,9 +98,13 @@ def is_narrow(q: Tensor, window: int) -> bool:
     return 0 < window <= _NARROW and q.dtype != torch.float32 and q.shape[-1] <= 64
 
 
-def attention_tiles(kernel: str, q: Tensor, *, packed: bool = False, window: int = 0, group: int = 1) -> AttentionTiles:
+def attention_tiles(
+    kernel: str, q: Tensor, *, packed: bool = False, window: int = 0, group: int = 1, beside: bool = False
+) -> AttentionTiles:
     """For the 'forward' kernel, or the backward kernels of keys ('key') or queries ('query'); `packed`: rows of several
-    documents; `group`: query heads that may share a block."""
+    documents; `group`: query heads that may share a block; `beside`: the query kernel runs beside the key kernel."""
+    if beside and q.dtype != torch.float32 and 64 < q.shape[-1] <= 128:
+        return first_fitting(q.device, (_BESIDE, *_TILES[kernel, False][128]), lambda each: each.shared_kb << 10)
     if is_narrow(q, window) and kernel in _NARROW_TILES:
         shared = PACKED_NARROW if kernel == "forward" else None
         return shared if shared is not None and group % shared.pack == 0 else _NARROW_TILES[kernel]

@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from armillary.kernels.attention import attention_triton
 from armillary.kernels.attention.attention import PLAIN, AttentionOptions
-from armillary.kernels.attention.attention_triton import LOG2E
+from armillary.kernels.attention.gradients import LOG2E
 from armillary.kernels.attention.window_wgmma import window_wgmma
 from armillary.kernels.core.launch import ceil_div, dense, num_programs, on
 from armillary.machine.accelerator import accelerator_of

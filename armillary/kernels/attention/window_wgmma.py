@@ -1,9 +1,10 @@
 """Sliding-window attention, forward, for Hopper and 8 query heads per KV head, in Gluon.
 
-One program runs per multiprocessor. Rows of a tile are 8 tokens × 8 heads. They see WINDOW keys, of which the first 8 are hidden from some rows, and the 8
-keys at their own positions: a softmax in one pass, with no maximum to carry along. Keys and values of a chunk of tokens
-lie in shared memory once; four partitions of four warps take its tiles in turn, so that one copies, one multiplies and
-one takes exponentials at a time. The first partition also copies the next chunk's keys and values.
+One program runs per multiprocessor. Rows of a tile are 8 tokens × 8 heads. They see WINDOW keys, of which the first 8
+are hidden from some rows, and the 8 keys at their own positions: a softmax in one pass, with no maximum to carry along.
+Keys and values of a chunk of tokens lie in shared memory once; four partitions of four warps take its tiles in turn, so
+that one copies, one multiplies and one takes exponentials at a time. The first partition also copies the next chunk's
+keys and values.
 """
 
 from triton.experimental import gluon

@@ -166,6 +166,36 @@ def test_heads_that_share_keys_under_a_narrow_window_are_rows_of_one_block(lengt
 
 
 @needs_interpreter
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"length": 300, "sparse": True, "dtype": torch.float16},
+        {"length": 200, "documents": "runs", "window": 90, "slopes": True},
+        {"length": 90, "keys": 130, "window": 40, "dtype": torch.float16},
+    ],
+    ids=lambda more: " ".join(map(str, more)),
+)
+def test_gradients_by_loops_per_head_and_one_after_the_other(more: dict) -> None:
+    """As they were before heads shared their loops; both agree with the definition."""
+    from armillary.kernels.attention import tiles
+    from armillary.kernels.attention.attention_triton import attention
+
+    given = random(**more, heads=4, kv_heads=2)
+    assert_agrees(attention, given)
+    flags = {"HEADS_TOGETHER": False, "QUERIES_BESIDE_KEYS": False, "ONE_LOOP_NARROW": False}
+    with patch.multiple(tiles, **flags):
+        assert_agrees(attention, given)
+
+
+@needs_interpreter
+def test_the_longest_lists_come_first() -> None:
+    from armillary.kernels.attention.gradients import longest_first
+
+    counts = torch.tensor([[0, 3], [2, 7], [1, 3], [0, 0]], dtype=torch.int32)
+    assert longest_first(counts).tolist() == [1, 0, 2, 3] and longest_first(counts).dtype == torch.int32
+
+
+@needs_interpreter
 def test_extreme_scores_and_strided_heads() -> None:
     from armillary.kernels.attention.attention_triton import attention
 
