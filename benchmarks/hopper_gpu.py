@@ -131,6 +131,8 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "gemm 2 × 4, groups of 16": gemm(group=16),
     "gemm 3 × 3, 192 rows": gemm(rows=192, consumers=3, stages=3),
     "gemm 3 × 3, 192 rows, groups of 16": gemm(rows=192, consumers=3, stages=3, group=16),
+    "gemm 192 rows, stream-K, groups of 16": gemm(rows=192, consumers=3, stages=3, group=16, stream=True),
+    "gemm 192 rows, stream-K": gemm(rows=192, consumers=3, stages=3, stream=True),
     "gemm 2 × 6, 128 columns": gemm(columns=128, stages=6, split=1),
     "gemm residual": gemm(residual=1),
     "forward 128, free": forward(128, 2, 0),

@@ -325,6 +325,7 @@ CASES: dict[str, Callable[[], None]] = {
     "2-simplicial, Hopper": lambda: simplicial(128, hopper=True),
     "large linear, Hopper": large_linear,
     "large linear of 192 rows, Hopper": lambda: large_linear("192 rows"),
+    "large linear of 192 rows, stream-K, Hopper": lambda: large_linear("192 rows, stream-K"),
     "large linear with residual, Hopper": lambda: large_linear(residual=True),
     "attention 64, window 128, Hopper": window_attention,
     "2-simplicial, fp32": lambda: simplicial(8, FP32),

@@ -8,6 +8,7 @@ waited for), so that a missing wait or a buffer that is used too early shows as 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, SimpleNamespace
@@ -16,8 +17,11 @@ from unittest.mock import patch
 
 import torch
 
+ATOMIC = threading.Lock()
 PATIENCE_S = 60.0
 """until a barrier that nobody completes counts as a deadlock"""
+AT_ONCE = 16
+"""programs that run at a time"""
 
 
 class Block(torch.Tensor):
@@ -43,6 +47,9 @@ class Pointer:
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.data, self.at + offset)
+
+    def __sub__(self, offset: Any) -> Pointer:
+        return Pointer(self.data, self.at - offset)
 
     def load(self, mask: Any = None, other: Any = 0) -> Any:
         at, keep = torch.broadcast_tensors(torch.as_tensor(self.at), torch.as_tensor(True if mask is None else mask))
@@ -218,6 +225,20 @@ class Program:
         while len(stores) > pending:
             stores.pop(0)()
 
+    # atomics
+
+    def compare_and_swap(self, pointer: Pointer, expected: int, value: int) -> Any:
+        with ATOMIC:
+            found = pointer.load()
+            if int(found) == expected:
+                pointer.store(value)
+        time.sleep(1e-4)  # so that whoever is waited for has its turn
+        return found
+
+    def exchange(self, pointer: Pointer, value: int) -> None:
+        with ATOMIC:
+            pointer.store(value)
+
     # tensor cores
 
     def mma(self, a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
@@ -229,7 +250,7 @@ class Program:
         products = self._list("products")
         while len(products) > pending:
             products.pop(0).finish()
-        found = tuple(each if each.value is None else each.value for each in deps)
+        found = tuple(each.value if isinstance(each, Mma) and each.value is not None else each for each in deps)
         return found[0] if len(found) == 1 else found
 
     # partitions
@@ -302,6 +323,8 @@ def _language(program: Program) -> dict[str, Any]:
         static_assert=lambda condition: None,
         allocate_shared_memory=fresh,
         warp_specialize=program.warp_specialize,
+        atomic_cas=program.compare_and_swap,
+        atomic_xchg=program.exchange,
         constexpr=int,
     )
     barriers = SimpleNamespace(
@@ -343,7 +366,7 @@ def _interpreted(function: Any, language: dict[str, Any], done: dict[Any, Any]) 
 
 
 def run(kernel: Any, *arguments: Any, grid: tuple[int, ...], warmup: bool = False, **options: Any) -> None:
-    """In place of a launch: all programs, one after the other."""
+    """In place of a launch: all programs, so many at a time."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     names = kernel.fn.__code__.co_varnames[: kernel.fn.__code__.co_argcount]
@@ -357,10 +380,24 @@ def run(kernel: Any, *arguments: Any, grid: tuple[int, ...], warmup: bool = Fals
         for each in arguments
     ]
     grid = (*grid, 1, 1)[:3]
-    for place in range(grid[0] * grid[1] * grid[2]):
+    failed: list[BaseException] = []
+
+    def one(place: int) -> None:
         program = Program((place % grid[0], place // grid[0] % grid[1], place // (grid[0] * grid[1])), grid)
-        with torch.no_grad():
-            _interpreted(kernel, _language(program), {})(*given, **options)
+        try:
+            with torch.no_grad():
+                _interpreted(kernel, _language(program), {})(*given, **options)
+        except BaseException as error:
+            failed.append(error)
+
+    programs = [threading.Thread(target=one, args=(place,)) for place in range(grid[0] * grid[1] * grid[2])]
+    for first in range(0, len(programs), AT_ONCE):
+        for each in programs[first : first + AT_ONCE]:
+            each.start()
+        for each in programs[first : first + AT_ONCE]:
+            each.join()
+    if failed:
+        raise failed[0]
 
 
 @contextmanager

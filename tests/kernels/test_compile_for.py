@@ -43,11 +43,21 @@ def test_the_smallest_shared_memory_holds_what_serving_needs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["attention 64, window 128, Hopper"])
-def test_hopper_s_kernels_keep_to_their_registers(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("attention 64, window 128, Hopper", 0),
+        ("attention 64, narrow window, 8 heads share keys", 0),
+        ("large linear of 192 rows, Hopper", 0),
+        ("large linear of 192 rows, stream-K, Hopper", 48),  # numbers of a segment, between segments
+        ("attention 128, documents", 144),  # in the loop over masked blocks, of which there are one or two per head
+    ],
+)
+def test_hopper_s_kernels_keep_to_their_registers(name: str, most: int) -> None:
+    """Bytes per thread that are spilled."""
     found = compiled("90", name)[name]
     assert isinstance(found, list) and found, found
-    assert [kernel for kernel, _, stack in found if stack] == []
+    assert {kernel: stack for kernel, _, stack in found if stack > most} == {}
 
 
 @pytest.mark.slow

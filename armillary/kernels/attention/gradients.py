@@ -62,9 +62,9 @@ def both_gradients(
     differ in length, dQ is computed on a second stream, by programs that fill the places that the last of the other
     kernel leave."""
     narrow = tile_table.ONE_LOOP_NARROW and is_narrow(q, masks.window) and masks.blocks is None and masks.slopes is None
-    beside = tile_table.QUERIES_BESIDE_KEYS and masks.blocks is not None
+    concurrent = tile_table.QUERIES_BESIDE_KEYS and masks.blocks is not None
     key_tiles = attention_tiles("key", q, window=masks.window)
-    query_tiles = attention_tiles("query", q, beside=beside)
+    query_tiles = attention_tiles("query", q, concurrent=concurrent)
     flags, runs, lists = mask_arguments(
         masks.documents,
         masks.blocks,
@@ -79,7 +79,7 @@ def both_gradients(
     )
     numbers = (*factors, masks.window)
     by_query = lists.by_query if lists else None
-    other = torch.cuda.current_stream(q.device) if beside and q.is_cuda else None
+    other = torch.cuda.current_stream(q.device) if concurrent and q.is_cuda else None
     if other is not None:
         other = side_stream(other)
         other.wait_stream(torch.cuda.current_stream(q.device))

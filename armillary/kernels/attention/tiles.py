@@ -99,11 +99,11 @@ def is_narrow(q: Tensor, window: int) -> bool:
 
 
 def attention_tiles(
-    kernel: str, q: Tensor, *, packed: bool = False, window: int = 0, group: int = 1, beside: bool = False
+    kernel: str, q: Tensor, *, packed: bool = False, window: int = 0, group: int = 1, concurrent: bool = False
 ) -> AttentionTiles:
     """For the 'forward' kernel, or the backward kernels of keys ('key') or queries ('query'); `packed`: rows of several
-    documents; `group`: query heads that may share a block; `beside`: the query kernel runs beside the key kernel."""
-    if beside and q.dtype != torch.float32 and 64 < q.shape[-1] <= 128:
+    documents; `group`: query heads that may share a block; `concurrent`: the query kernel runs beside the key kernel."""
+    if concurrent and q.dtype != torch.float32 and 64 < q.shape[-1] <= 128:
         return first_fitting(q.device, (_BESIDE, *_TILES[kernel, False][128]), lambda each: each.shared_kb << 10)
     if is_narrow(q, window) and kernel in _NARROW_TILES:
         shared = PACKED_NARROW if kernel == "forward" else None

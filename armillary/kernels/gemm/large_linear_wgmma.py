@@ -1,6 +1,7 @@
 """Launches of the persistent GEMM for Hopper."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from armillary.kernels.core.launch import as_rows, ceil_div, is_bare, num_programs, on
 from armillary.kernels.gemm.large_linear import reference
 from armillary.kernels.gemm.persistent_gemm import linear_kernel
+from armillary.kernels.gemm.stream_gemm import stream_kernel
+from armillary.kernels.gemm.stream_schedule import grid_of, schedule, table
 from armillary.machine.accelerator import accelerator_of
 
 # M rows, N columns of the weight's transpose, K inputs
@@ -26,6 +29,7 @@ class LinearTiles:
     consumers: int = 2  # multiplying partitions
     split: int = 2  # parts in which an output tile leaves
     group: int = 8  # row tiles that are visited together
+    stream: bool = False  # whether the last round of tiles is divided among all programs (stream_schedule.py)
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -37,6 +41,7 @@ TILES: dict[str, LinearTiles] = {
     "128 rows": LinearTiles(),
     "128 rows, groups of 16": LinearTiles(group=16),
     "192 rows": LinearTiles(rows=192, consumers=3, stages=3, group=16),
+    "192 rows, stream-K": LinearTiles(rows=192, consumers=3, stages=3, group=16, stream=True),
 }
 """what is tried for a shape. 192 rows read a fifth less per multiplication, which counts where rows of the operands are
 not aligned to 128 bytes, so that each takes two requests to L2"""
@@ -104,6 +109,9 @@ def launch(
     x_MK = as_rows(x)
     (M, K), N = x_MK.shape, weight_NK.shape[0]
     out = x.new_empty(*x.shape[:-1], N)
+    if tiles.stream and residual is None:
+        _launch_stream(x_MK, weight_NK, bias_N, activation, as_rows(out), tiles)
+        return out
     added = out if residual is None else residual
     rows, (at_launch, multiplying) = tiles.rows // tiles.consumers, tiles.registers
     out_tile = [rows, tiles.columns // tiles.split]
@@ -130,6 +138,57 @@ def launch(
             maxnreg=at_launch,
         )
     return out
+
+
+def _launch_stream(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, activation: str, out_MN: Tensor, tiles: LinearTiles
+) -> None:
+    (M, K), N = x_MK.shape, weight_NK.shape[0]
+    rows, (at_launch, multiplying) = tiles.rows // tiles.consumers, tiles.registers
+    assert tiles.consumers == 3 and tiles.split == 2
+    segments, slots = _segments(M, N, K, tiles, num_programs(x_MK, 1), x_MK.device)
+    sums = torch.empty(slots, tiles.rows, tiles.columns, dtype=torch.float32, device=x_MK.device)
+    with on(x_MK):
+        stream_kernel[(len(segments),)](
+            _described(x_MK, [rows, tiles.inner]),
+            _described(weight_NK, [tiles.columns, tiles.inner]),
+            _described(out_MN, [rows, tiles.columns // tiles.split]),
+            bias_N,
+            segments,
+            sums,
+            _flags(x_MK, tiles.consumers * len(segments)),
+            M,
+            N,
+            segments.shape[1],
+            STAGES=tiles.stages,
+            SPLIT=tiles.split,
+            BIAS=bias_N is not None,
+            ACTIVATION=activation,
+            REGISTERS=multiplying,
+            num_warps=4,
+            maxnreg=at_launch,
+        )
+
+
+@lru_cache(maxsize=1024)
+def _segments(M: int, N: int, K: int, tiles: LinearTiles, programs: int, device: torch.device) -> tuple[Tensor, int]:
+    """The table of segments and the number of slots for sums."""
+    grid = grid_of(M, N, K, (tiles.rows, tiles.columns, tiles.inner), tiles.consumers, tiles.group)
+    rows, slots = table(schedule(grid, programs))
+    return torch.tensor(rows, dtype=torch.int32, device=device), slots
+
+
+_FLAGS: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _flags(x: Tensor, count: int) -> Tensor:
+    """Zeros that every launch leaves as zeros: of this stream, or of this launch where a graph is captured."""
+    if not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(count, dtype=torch.int32, device=x.device)
+    key = x.device, torch.cuda.current_stream(x.device).cuda_stream
+    if key not in _FLAGS or len(_FLAGS[key]) < count:
+        _FLAGS[key] = torch.zeros(count, dtype=torch.int32, device=x.device)
+    return _FLAGS[key]
 
 
 def _described(x: Tensor, tile: list[int]) -> TensorDescriptor:

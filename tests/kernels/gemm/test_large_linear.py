@@ -15,6 +15,8 @@ from armillary.kernels.gemm.autotune import LinearShape, tune
 from armillary.kernels.gemm.gemm import Gemms, GemmShape, TunedGemms, persistent
 from armillary.kernels.gemm.large_linear import LARGE_LINEAR, LargeLinearCase, reference
 from tests.kernels.agreeing import assert_agrees
+from tests.kernels.gluon_interpreter import gluon_on_cpu
+from tests.kernels.interpreter import needs_interpreter
 
 ON_HOPPER = torch.cuda.is_available() and lacking(("triton", "wgmma"), "cuda") is None
 hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
@@ -63,6 +65,32 @@ def test_own_gemms_are_candidates_where_they_agree(monkeypatch: pytest.MonkeyPat
     taken: dict[str, int] = {"torch": 2, "persistent good": 1}
     monkeypatch.setattr(autotune, "seconds", lambda run, about_s: taken[run()])
     assert autotune.fastest({name: lambda name=name: name for name in taken}) == "persistent good"
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", ["128 rows", "192 rows", "192 rows, stream-K"])
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(300, 520, 136), (1, 8, 8), (300, 1032, 2000)])
+def test_tiles_interpreted(name: str, tokens: int, outputs: int, inputs: int) -> None:
+    """On three programs; the last shape leaves a tile after three rounds, which stream-K shares out."""
+    from armillary.kernels.gemm.large_linear_wgmma import TILES, launch
+
+    generator = torch.Generator().manual_seed(inputs)
+    x, weight, bias = (
+        torch.randn(size, generator=generator).bfloat16() for size in ((tokens, inputs), (outputs, inputs), (outputs,))
+    )
+    with gluon_on_cpu():
+        y, again = (launch(x, weight, bias, "silu", None, TILES[name]) for _ in range(2))
+    exact = reference(x.double(), weight.double(), bias.double(), "silu")
+    assert (y - exact).norm() / exact.norm() < 4e-3
+    assert torch.equal(y, again)
+
+
+@needs_interpreter
+def test_sums_are_shared_out_where_a_round_is_not_full() -> None:
+    from armillary.kernels.gemm.large_linear_wgmma import TILES, _segments
+
+    tiles, device = TILES["192 rows, stream-K"], torch.device("cpu")
+    assert _segments(300, 1032, 2000, tiles, 3, device)[1] == 2 and _segments(300, 520, 136, tiles, 3, device)[1] == 0
 
 
 ODD = ((1000, 776, 520), (1, 8, 8), (129, 264, 72), (1030, 2048, 4096), (5000, 1000, 3000))
