@@ -38,16 +38,15 @@ CASES: dict[str, tuple[str, AttentionCase]] = {
     "sinks, window 128": ("triton", NARROW),
     "sinks, window 128, its own kernel": ("triton, narrow window", NARROW),
 }
+MERGED = "triton, merged heads"
+CASES |= {
+    f"{name}, merged heads": (MERGED, CASES[name][1])
+    for name in ("dense", "dense 4k", "4 documents", "8k in 4 documents", "window 1024", "block-sparse")
+}
 BOUND_BY_MEMORY = ("sinks, window 128", "sinks, window 128, its own kernel")
 OTHER_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "8k in 4 documents, a stage less": ("8k in 4 documents", {"DOCUMENTS_AHEAD": False}),
     "4 documents, a stage less": ("4 documents", {"DOCUMENTS_AHEAD": False}),
-    **{
-        f"{name}, heads apart": (name, {"HEADS_TOGETHER": False})
-        for name in ("dense", "8k in 4 documents", "4 documents", "window 1024", "block-sparse")
-    },
-    "block-sparse, queries afterwards": ("block-sparse", {"QUERIES_BESIDE_KEYS": False}),
-    "block-sparse, as before": ("block-sparse", {"QUERIES_BESIDE_KEYS": False, "HEADS_TOGETHER": False}),
     "sinks, window 128, two loops backward": ("sinks, window 128", {"ONE_LOOP_NARROW": False}),
     "sinks, window 128, a head per block": ("sinks, window 128", {"PACKED_NARROW": None}),
     **{

@@ -90,6 +90,7 @@ def attention(
     documents: bool = False,
     window: int = 0,
     sparse: bool = False,
+    merged: bool = False,
 ) -> None:
     """A window has sinks too, as gpt-oss has."""
     from armillary.kernels.attention import attention_triton as attention_own
@@ -97,7 +98,7 @@ def attention(
     q, k = (torch.zeros(1, 512, n, head_dim, dtype=dtype) for n in (heads, 2))
     packed, sinks = torch.zeros(1, 512, dtype=torch.int32) if documents else None, torch.zeros(heads)
     blocks = torch.ones(4, 4, dtype=torch.bool) if sparse else None
-    masks = (packed, blocks, sinks if window else None, None, 0.1, window, 0.0, True)
+    masks = (packed, blocks, sinks if window else None, None, 0.1, window, 0.0, True, merged)
     out, lse = attention_own._attention(q, k, k, *masks)
     attention_own._attention_backward(out, out, lse, q, k, k, *masks)
 
@@ -108,8 +109,8 @@ def window_attention() -> None:
 
     q, k, sinks = torch.zeros(2, 300, 16, 64, dtype=BF16), torch.zeros(2, 300, 2, 64, dtype=BF16), torch.zeros(16)
     assert launches.why_not(q, k, k, AttentionOptions(window=launches.WINDOW, sinks_N=sinks)) is None
-    launches._attention(q, k, k, sinks, 0.1)
-    launches._attention(q, k, k, None, 0.1)
+    launches._attention(q, k, k, sinks, 0.1, 128)
+    launches._attention(q, k, k, None, 0.1, 128)
 
 
 def small_linear(
@@ -367,6 +368,8 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"attention {dim}, fp32": lambda dim=dim: attention(dim, FP32) for dim in (64, 128, 256)},
     "attention 128, documents": lambda: attention(128, documents=True),
     "attention 128, block-sparse": lambda: attention(128, sparse=True),
+    "attention 128, block-sparse, merged heads": lambda: attention(128, sparse=True, merged=True),
+    "attention 128, documents, merged heads": lambda: attention(128, documents=True, merged=True),
     "attention 128, window": lambda: attention(128, window=300),
     "attention 64, narrow window": lambda: attention(64, window=128),
     "attention 64, narrow window, 8 heads share keys": lambda: attention(64, heads=16, window=128),

@@ -20,7 +20,15 @@ from armillary.kernels.core.requirements import note_once
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
 
 
-def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
+def merged_heads(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
+    """`attention`, whose backward pass goes over all heads that share keys in one loop, and under lists of blocks
+    computes dQ beside dK and dV."""
+    return attention(q_BTND, k_BSKD, v_BSKD, options, merged=True)
+
+
+def attention(
+    q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN, *, merged: bool = False
+) -> Tensor:
     """attention.reference by our own kernels; head dims that they cannot hold go to the reference."""
     why = _unsupported(q_BTND, v_BSKD)
     if why:
@@ -39,6 +47,7 @@ def attention(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: Attention
         options.window,
         options.softcap,
         options.causal,
+        merged,
     )[0]
 
 
@@ -53,7 +62,7 @@ def _unsupported(q_BTND: Tensor, v_BSKD: Tensor) -> str | None:
 
 _SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? blocks, Tensor? sinks, Tensor? slopes, float scale, "
-    "int window, float softcap, bool causal"
+    "int window, float softcap, bool causal, bool merged=False"
 )
 
 
@@ -70,6 +79,7 @@ def _attention(
     window: int,
     softcap: float,
     causal: bool,
+    merged: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp in base 2 [B, N, T])."""
     out, lse = _empty(q, k, v, documents, blocks, sinks, slopes, scale, window, softcap, causal)
@@ -140,6 +150,7 @@ def _empty(
     window: int,
     softcap: float,
     causal: bool,
+    merged: bool = False,
 ) -> tuple[Tensor, Tensor]:
     B, T, N, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(B, N, T, dtype=torch.float32)
@@ -165,6 +176,7 @@ def _attention_backward(
     window: int,
     softcap: float,
     causal: bool,
+    merged: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dQ, dK, dV, gradient of the sinks or empty)."""
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -177,7 +189,7 @@ def _attention_backward(
     with on(q):
         delta = row_sums(grad, out)
         shared = (grad, lse, delta)
-        both_gradients(q, k, v, shared, (dq, dk, dv), masks, scale_factors(scale, softcap))
+        both_gradients(q, k, v, shared, (dq, dk, dv), masks, scale_factors(scale, softcap), merged=merged)
     if sinks is None:
         return dq, dk, dv, q.new_empty(0)
     weights = torch.exp2(sinks.float()[:, None] * LOG2E - lse)
@@ -200,6 +212,7 @@ def _(
     window: int,
     softcap: float,
     causal: bool,
+    merged: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
@@ -216,10 +229,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     q, k, v, documents, blocks, sinks, slopes, out, lse = ctx.saved_tensors
     if grad is None:
-        return (None,) * 11
+        return (None,) * 12
     arguments = (q, k, v, documents, blocks, sinks, slopes, *ctx.options)
     dq, dk, dv, dsinks = _attention_backward(grad, out, lse, *arguments)
-    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(None,) * 5
+    return dq, dk, dv, None, None, None if sinks is None else dsinks, *(None,) * 6
 
 
 _attention.register_autograd(_gradients, setup_context=_setup_context)

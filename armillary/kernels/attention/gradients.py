@@ -57,12 +57,14 @@ def both_gradients(
     outputs: tuple[Tensor, Tensor, Tensor],
     masks: Masks,
     factors: tuple[float, float, float],
+    *,
+    merged: bool,
 ) -> None:
-    """Into (dQ, dK, dV); `shared`: gradient and log-sum-exp of the output, and their row sums. Where lists of blocks
-    differ in length, dQ is computed on a second stream, by programs that fill the places that the last of the other
-    kernel leave."""
+    """Into (dQ, dK, dV); `shared`: gradient and log-sum-exp of the output, and their row sums. `merged`: dK and dV
+    by loops over all heads; and where lists of blocks differ in length, dQ on a second stream, by programs that fill
+    the places that the last of the other kernel leave."""
     narrow = tile_table.ONE_LOOP_NARROW and is_narrow(q, masks.window) and masks.blocks is None and masks.slopes is None
-    concurrent = tile_table.QUERIES_BESIDE_KEYS and masks.blocks is not None
+    concurrent = merged and masks.blocks is not None
     key_tiles = attention_tiles("key", q, window=masks.window)
     query_tiles = attention_tiles("query", q, concurrent=concurrent)
     flags, runs, lists = mask_arguments(
@@ -78,12 +80,13 @@ def both_gradients(
         ends=True,
     )
     numbers = (*factors, masks.window)
+    key_flags = flags | {"NARROW": narrow, "MERGED": merged or narrow}
     by_query = lists.by_query if lists else None
     other = torch.cuda.current_stream(q.device) if concurrent and q.is_cuda else None
     if other is not None:
         other = side_stream(other)
         other.wait_stream(torch.cuda.current_stream(q.device))
-    _key_gradients(q, k, v, shared, outputs[1:], masks, runs, lists, flags | {"NARROW": narrow}, numbers, key_tiles)
+    _key_gradients(q, k, v, shared, outputs[1:], masks, runs, lists, key_flags, numbers, key_tiles)
     flags["LISTED"] = BLOCK // query_tiles.keys if lists else 0
     with _on_stream(other):
         _query_gradients(
@@ -153,7 +156,6 @@ def _key_gradients(
         BLOCK_M=tiles.queries,
         BLOCK_N=tiles.keys,
         STAGES=tiles.stages,
-        TOGETHER=tile_table.HEADS_TOGETHER or flags["NARROW"],
         TMA=tma,
         num_warps=tiles.warps,
     )

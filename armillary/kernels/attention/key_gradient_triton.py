@@ -168,11 +168,11 @@ def key_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     NARROW: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    MERGED: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """dK and dV of one block of keys and one KV head; the first blocks, which most queries see, come first. Two loops:
-    over blocks of queries that see all keys, and over those around them, whose scores are masked. TOGETHER: each of the
+    over blocks of queries that see all keys, and over those around them, whose scores are masked. MERGED: each of the
     two goes over all heads. NARROW: few blocks of queries see a key, so the first loop is empty."""
     block, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if LISTED > 0:  # the longest lists first, of all heads
@@ -215,7 +215,7 @@ def key_kernel(
         first, full_first, full_last = 0, 0, tl.load(count_ptr + 2 * listed) * LISTED
         last = tl.load(count_ptr + 2 * listed + 1) * LISTED
     FLAGS: tl.constexpr = (CAUSAL, WINDOW, DOCS, SLOPES, CAPPED, LISTED)
-    for loop in range(1 if TOGETHER else group):
+    for loop in range(1 if MERGED else group):
         head = kv_head * group + loop
         q_src, g_src = q_ptr, grad_ptr
         if not TMA:
@@ -240,7 +240,7 @@ def key_kernel(
                 doc_ptr,
                 list_ptr,
                 slope_ptr,
-                group if TOGETHER else 1,
+                group if MERGED else 1,
                 around if edge else full_last - full_first,
                 first if edge else full_first,
                 full_first,

@@ -82,12 +82,6 @@ head per block"""
 ONE_LOOP_NARROW = True
 """backward, under a narrow window: all blocks that see each other in one masked loop, over the heads that share keys
 too; False: a loop over those without hidden pairs as well. Three loops per head were a tenth slower"""
-HEADS_TOGETHER = True
-"""dK and dV: blocks of queries of all heads that share keys in one loop, and those at the edges in another; False: two
-loops per head. Not yet timed"""
-QUERIES_BESIDE_KEYS = True
-"""backward, with lists of blocks: dQ by programs of 64 queries on a second stream, which fill the places that the last
-programs for long lists leave; False: afterwards, by programs of 128. Not yet timed"""
 DOCUMENTS_AHEAD = True
 """forward, with document numbers: as many stages as without where no number is loaded, one less at the edges; False:
 one less everywhere, a tenth slower"""
@@ -102,7 +96,7 @@ def attention_tiles(
     kernel: str, q: Tensor, *, packed: bool = False, window: int = 0, group: int = 1, concurrent: bool = False
 ) -> AttentionTiles:
     """For the 'forward' kernel, or the backward kernels of keys ('key') or queries ('query'); `packed`: rows of several
-    documents; `group`: query heads that may share a block; `concurrent`: the query kernel runs beside the key kernel."""
+    documents; `group`: query heads that may share a block; `concurrent`: the query kernel beside the key kernel."""
     if concurrent and q.dtype != torch.float32 and 64 < q.shape[-1] <= 128:
         return first_fitting(q.device, (_BESIDE, *_TILES[kernel, False][128]), lambda each: each.shared_kb << 10)
     if is_narrow(q, window) and kernel in _NARROW_TILES:

@@ -40,7 +40,7 @@ def attention(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: Attention
     if why_not(q_BTND, k_BTKD, v_BTKD, options) is not None:
         return attention_triton.attention(q_BTND, k_BTKD, v_BTKD, options)
     scale = options.scale_for(q_BTND.shape[-1])
-    out: Tensor = _attention(q_BTND, k_BTKD, v_BTKD, options.sinks_N, scale)[0]
+    out: Tensor = _attention(q_BTND, k_BTKD, v_BTKD, options.sinks_N, scale, WINDOW)[0]
     return out
 
 
@@ -69,19 +69,22 @@ def refused(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str |
     return None if aligned and q.numel() < 1 << 31 else "their rows are not aligned"
 
 
-_SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale"
+_SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int window"
 
 
 @torch.library.custom_op("armillary::window_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
-def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp in base 2 [B, N, T])."""
-    out, lse = _empty(q, k, v, sinks, scale)
+    assert window == WINDOW
+    out, lse = _empty(q, k, v, sinks, scale, window)
     launch(q, k, v, sinks, scale, out, lse)
     return out, lse
 
 
 @_attention.register_fake
-def _empty(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _empty(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int) -> tuple[Tensor, Tensor]:
     B, T, N, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(B, N, T, dtype=torch.float32)
 
@@ -131,7 +134,7 @@ def _described(x: Tensor, tile: list[int]) -> TensorDescriptor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, sinks, ctx.scale = inputs
+    q, k, v, sinks, ctx.scale, _ = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
@@ -141,10 +144,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     q, k, v, sinks, out, lse = ctx.saved_tensors
     if grad is None:
-        return (None,) * 5
+        return (None,) * 6
     masks = (None, None, sinks, None, ctx.scale, WINDOW, 0.0, True)
     dq, dk, dv, dsinks = attention_triton._attention_backward(grad, out, lse, q, k, v, *masks)
-    return dq, dk, dv, None if sinks is None else dsinks, None
+    return dq, dk, dv, None if sinks is None else dsinks, None, None
 
 
 _attention.register_autograd(_gradients, setup_context=_setup_context)

@@ -1,9 +1,9 @@
 """The persistent GEMM by a table of who multiplies what (stream_schedule.py), for Hopper, in Gluon.
 
 Three partitions of four warps multiply 64 rows each of an output tile; the first also copies, as in persistent_gemm.py.
-A segment of a tile that is not its first leaves its sums in memory and says so by a flag, which the program of the first
-segment waits for and lowers again; sums are added in the order of the inputs, so results do not depend on the order of
-events. Partitions whose rows are all beyond the matrix do not multiply.
+A segment of a tile that is not its first leaves its sums in memory and says so by a flag, which the program of the
+first segment waits for and lowers again; sums are added in the order of the inputs, so results do not depend on the
+order of events. Partitions whose rows are all beyond the matrix do not multiply.
 """
 
 from triton.experimental import gluon
@@ -28,8 +28,8 @@ COLUMNS_MOST = gl.constexpr(stream_schedule.COLUMNS_MOST)
 
 @gluon.jit
 def _copy_next(sources, rings, segments, segment, place, k, last, stage, phase):
-    """The operand tiles of step `k` of a segment into a stage that is free after this phase, where there still is such a
-    step, and the step after it."""
+    """The operand tiles of step `k` of a segment into a stage that is free after this phase, where there still is such
+    a step, and the step after it."""
     if k < last:
         _copy_stage(sources, rings, place // COLUMNS_MOST, place % COLUMNS_MOST, k, stage, phase, CONSUMERS)
         k += 1
@@ -55,8 +55,8 @@ def _multiply_segments(
     BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
-    """One partition: its 64 rows of the tile of every segment. The first copies into each stage that it has freed, so it
-    is always as far ahead as the ring is long."""
+    """One partition: its 64 rows of the tile of every segment. The first copies into each stage that it has freed, so
+    it is always as far ahead as the ring is long."""
     sources, rings, outs, out_tile, segments, sums_ptr, flags_ptr = own
     COPIES: gl.constexpr = PART == 0
     x_ring, weight_ring, ready, free = rings
@@ -159,8 +159,8 @@ def stream_kernel(
     ACTIVATION: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """act(x[M, K] @ weight[N, K]ᵀ + bias). segments[programs, longest, 6] as of `stream_schedule.table`; sums: a tile of
-    fp32 per slot; flags: three per slot, 0 between launches."""
+    """act(x[M, K] @ weight[N, K]ᵀ + bias). segments[programs, longest, 6] as of `stream_schedule.table`; sums: a tile
+    of fp32 per slot; flags: three per slot, 0 between launches."""
     gl.static_assert(SPLIT == 2)
     ROWS: gl.constexpr = x_desc.block_type.shape[0]
     INNER: gl.constexpr = x_desc.block_type.shape[1]

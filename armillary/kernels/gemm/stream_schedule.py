@@ -116,8 +116,8 @@ def level(heights: list[float], amount: float) -> float:
 
 
 def table(segments: list[list[Segment]]) -> tuple[list[list[list[int]]], int]:
-    """[programs, segments + 1, 6] numbers (a tile as one number, steps, slot, helpers, the program's number of segments;
-    the last row has no steps), and the number of slots."""
+    """[programs, segments + 1, 6] numbers (a tile as one number, steps, slot, helpers, the program's number of
+    segments; the last row has no steps), and the number of slots."""
     longest = max(len(each) for each in segments) + 1
     rows = []
     for each in segments:

@@ -13,21 +13,28 @@ from armillary.spec.arithmetic.ops import Op, OpKind
 
 def _attention(q: int, *, backward: bool = False) -> Callable[[Call], Op]:
     """(…, q, k, v, documents, blocks, sinks, slopes, scale, window, softcap, causal), all of [B, T, N, D]."""
+    return _over_keys(q, window=q + 8, causal=q + 10, documents=q + 3, backward=backward)
+
+
+def _over_keys(
+    q: int, *, window: int, causal: int | None, documents: int | None, backward: bool = False
+) -> Callable[[Call], Op]:
+    """Attention with these arguments, from `q` on: q, k, v."""
 
     def rule(call: Call) -> Op:
         query, key, value = (call.tensor(q + i) for i in range(3))
-        if call.has_tensor(q + 3) and call.tensor(q + 3).shape:
+        if documents is not None and call.has_tensor(documents) and call.tensor(documents).shape:
             raise NoModel
         b, t, heads, d = query.shape
         _, s, kv_heads, _ = key.shape
-        window = call.numbers(q + 8)
+        keys = call.numbers(window)
         shape = attention_ops.AttentionShape(
             heads=heads,
             kv_heads=kv_heads,
             qk_dim=d,
             v_dim=value.shape[-1],
-            causal=call.flag(q + 10),
-            window=window[0] if window and window[0] > 0 else None,
+            causal=causal is None or call.flag(causal),
+            window=keys[0] if keys and keys[0] > 0 else None,
         )
         make = attention_ops.attention_backward if backward else attention_ops.attention
         return make(call.name, shape, [(t, s)] * b, dtype=query.dtype)
@@ -158,6 +165,7 @@ OWN: dict[str, Callable[[Call], Op]] = {
     "armillary::latent_to_cache": _latent_to_cache,
     "armillary::attention": _attention(0),
     "armillary::attention_backward": _attention(3, backward=True),
+    "armillary::window_attention": _over_keys(0, window=5, causal=None, documents=None),
     "armillary::simplicial": _simplicial(0),
     "armillary::simplicial_backward": _simplicial(3, backward=True),
     "armillary::norm": one_pass("norm", 0, 1),

@@ -175,16 +175,19 @@ def test_heads_that_share_keys_under_a_narrow_window_are_rows_of_one_block(lengt
     ],
     ids=lambda more: " ".join(map(str, more)),
 )
-def test_gradients_by_loops_per_head_and_one_after_the_other(more: dict) -> None:
-    """As they were before heads shared their loops; both agree with the definition."""
+def test_gradients_by_loops_over_all_heads(more: dict) -> None:
+    from armillary.kernels.attention.attention_triton import merged_heads
+
+    assert_agrees(merged_heads, random(**more, heads=4, kv_heads=2))
+
+
+@needs_interpreter
+def test_a_narrow_window_with_a_loop_over_what_is_seen_whole() -> None:
     from armillary.kernels.attention import tiles
     from armillary.kernels.attention.attention_triton import attention
 
-    given = random(**more, heads=4, kv_heads=2)
-    assert_agrees(attention, given)
-    flags = {"HEADS_TOGETHER": False, "QUERIES_BESIDE_KEYS": False, "ONE_LOOP_NARROW": False}
-    with patch.multiple(tiles, **flags):
-        assert_agrees(attention, given)
+    with patch.object(tiles, "ONE_LOOP_NARROW", False):
+        assert_agrees(attention, random(150, window=140, heads=4, kv_heads=2, dtype=torch.float16))
 
 
 @needs_interpreter
@@ -317,8 +320,9 @@ def test_work_counts_the_pairs_that_are_seen() -> None:
     ids=lambda more: " ".join(map(str, more.values())),
 )
 def test_on_a_gpu(more: dict) -> None:
-    from armillary.kernels.attention.attention_triton import attention
+    from armillary.kernels.attention.attention_triton import attention, merged_heads
 
     inputs = random(**{"dtype": torch.bfloat16, **more}, device="cuda")
     assert_agrees(attention, inputs)
+    assert_agrees(merged_heads, inputs)
     assert torch.equal(attention(*inputs), attention(*inputs))

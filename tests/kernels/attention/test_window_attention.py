@@ -40,7 +40,7 @@ def test_it_agrees(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(launches, "num_programs", lambda x, count: places)
     q, k, v, options = drawn(CASES[name])
     scale = q.shape[-1] ** -0.5
-    out, lse = (x.fill_(torch.nan) for x in launches._empty(q, k, v, options.sinks_N, scale))
+    out, lse = (x.fill_(torch.nan) for x in launches._empty(q, k, v, options.sinks_N, scale, 128))
     with gluon_on_cpu():
         launches.launch(q, k, v, options.sinks_N, scale, out, lse)
     wide = tuple(x.double() for x in (q, k, v))

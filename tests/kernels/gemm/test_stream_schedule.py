@@ -30,7 +30,7 @@ def test_every_step_of_every_tile_is_done_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_who_is_waited_for_does_not_wait_before(name: str) -> None:
-    """A helper leaves its sums before any segment for which its program waits; each slot is filled once and read once."""
+    """A helper leaves its sums before its program waits for anybody; each slot is filled once and read once."""
     _, segments = planned(name)
     filled, read = [], []
     for own in segments:
