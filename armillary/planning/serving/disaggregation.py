@@ -77,7 +77,7 @@ def verdict(gain: float, change: str, disaggregated: Mapping[str, float], coloca
     lower = [ours < (1 - _SAME) * theirs for _, ours, theirs in compared]
     higher = [ours > (1 + _SAME) * theirs for _, ours, theirs in compared]
     head = "pays off"
-    if gain < 0 or (not gain and (not any(lower) or all(higher))):
+    if gain < 0 or (not gain and not any(lower)):
         head = "does not pay off"
     elif not gain and any(higher):
         head = "a trade"

@@ -109,6 +109,12 @@ def test_streams_of_one_rate_have_transfers_of_their_own() -> None:
     assert split_pools(one, one).transfer_p99_s == transfer_s(one.replica, 8192)
 
 
+def test_the_median_transfer_is_that_of_the_larger_stream() -> None:
+    mostly_long = replace(CHAT, requests_per_s=0.2, tokens_in=100, long_requests_per_s=0.5, long_tokens_in=8192)
+    one = server(on="h100x8", traffic=mostly_long)
+    assert split_pools(one, one).transfer_s == transfer_s(one.replica, 8192)
+
+
 def test_an_idle_replica_answers_in_its_own_time() -> None:
     one = server()
     found = operating_point(one, 1e-9)

@@ -122,6 +122,17 @@ def test_the_limit_of_steps_halves_gaps_and_delays_prompts() -> None:
     assert limited.itl_p99_s < 0.3 * free.itl_p99_s and limited.ttft_p99_s > 1.5 * free.ttft_p99_s
 
 
+def test_the_default_limit_does_not_hold_where_more_requests_wait_than_decode() -> None:
+    """Long prompts with short answers: the engine lifts the default limit then, one that is asked for it keeps."""
+    replica = Replica(config=catalogue.model("llama-3.1-8b").config, cluster=catalogue.cluster("h200"), split=Split())
+    traffic = Traffic(tokens_in=4000, tokens_out=16)
+    lifted, kept = (
+        operating_point(Server(replica=replica, serve=Serve(prefill_slowdown=each), traffic=traffic), 4.0)
+        for each in (None, 2.0)
+    )
+    assert lifted is not None and kept is not None and lifted.itl_p99_s > 4 * kept.itl_p99_s
+
+
 @pytest.mark.parametrize("mean", [0.0, 1e-6, 0.3, 0.7, 4.2, 31.0, 450.0, 800.0])
 @pytest.mark.parametrize("quantile", [0.5, 0.99])
 def test_poisson_quantile(mean: float, quantile: float) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -77,6 +79,39 @@ def test_the_plan_advises_what_the_simulation_shows(tmp_path: Path, overrides: t
     assert plan.pools.verdict(plan.capacity).startswith(f"{head}: ") and found.verdict.startswith(f"{head}: ")
     for gauge in ("itl_p50_s", "itl_p99_s"):
         assert found.disaggregated.gauges[gauge] == pytest.approx(plan.pools.predicted()[gauge], rel=0.2)
+
+
+def test_replicas_that_do_both_have_the_limit_on_prompts_that_serves_them_best(tmp_path: Path) -> None:
+    case = case_of(tmp_path, "8b_2xh200", "objective.itl_p99_s=0.008")
+    found = compared(case).colocated
+    slowdown = found.case.system.settings.prefill_slowdown
+    assert slowdown is not None and found.gauges["goodput_requests_per_s"] > 1.1 * _default_goodput(found.case)
+
+
+def _default_goodput(case: FleetCase) -> float:
+    """With the engine's default limit."""
+    settings = replace(case.system.settings, prefill_slowdown=None)
+    default = replace(case, system=replace(case.system, settings=settings))
+    return FleetOutcome(default, default.run()).gauges["goodput_requests_per_s"]
+
+
+@pytest.mark.parametrize(
+    ("goodputs", "itls", "head"),
+    [
+        ((5.04, 5.0), (0.008, 0.008), "does not pay off: goodput 5.04 requests/s, "),
+        ((5.0, 5.04), (0.006, 0.008), "pays off: goodput 5 requests/s, "),
+        ((6.0, 5.0), (0.008, 0.008), "pays off: goodput 6 requests/s instead of 5, "),
+        ((4.0, 5.0), (0.006, 0.008), "does not pay off: goodput 4 requests/s instead of 5, "),
+    ],
+)
+def test_goodputs_that_differ_by_less_than_a_percent_are_one(
+    goodputs: tuple[float, float], itls: tuple[float, float], head: str
+) -> None:
+    outcomes: list[Any] = [
+        SimpleNamespace(gauges={"goodput_requests_per_s": goodput, "itl_p99_s": itl_s})
+        for goodput, itl_s in zip(goodputs, itls, strict=True)
+    ]
+    assert AgainstColocated(*outcomes).verdict.startswith(head)
 
 
 def test_completions_of_one_token_have_no_gaps_to_compare(tmp_path: Path) -> None:

@@ -41,6 +41,14 @@ def test_mooncake_blocks_become_shared_prefixes(tmp_path: Path) -> None:
     assert texts[3][:1100] == texts[1] and [len(text) for text in texts] == [1200, 1100, 900, 1536]
 
 
+def test_the_second_stream_shares_no_prefix() -> None:
+    traffic = Traffic(requests_per_s=5, duration_s=20, tokens_in=200, shared_prefix=100, long_requests_per_s=3)
+    arrivals = arrivals_of(traffic, Load())
+    first = next(each.number for each in arrivals if not each.is_long)
+    assert {(each.shared_prefix, each.prefix_source) for each in arrivals if each.is_long} == {(0, 0)}
+    assert {(each.shared_prefix, each.prefix_source) for each in arrivals if not each.is_long} == {(0, 0), (100, first)}
+
+
 def test_prefixes_of_the_traffic_are_shared() -> None:
     traffic = Traffic(requests_per_s=5, duration_s=20, tokens_in=200, shared_prefix=100)
     arrivals = arrivals_of(traffic, Load(prefixes=3))
