@@ -107,6 +107,12 @@ def test_a_second_stream_comes_at_its_own_rate_and_length() -> None:
     assert not any(row.is_long for row in alone)
 
 
+def test_the_streams_come_independently() -> None:
+    rows = planned_requests(Traffic(requests_per_s=4, long_requests_per_s=4), Load(warmup_s=0), seed=0)
+    short, long = ([row.at_s for row in rows if row.is_long is which] for which in (False, True))
+    assert len(short) == len(long) and short != long and mean(short) != mean(long)
+
+
 def test_a_test_of_so_many_requests_ends_both_streams() -> None:
     traffic = Traffic(requests_per_s=10, long_requests_per_s=10, duration_s=1000)
     rows = planned_requests(traffic, Load(warmup_s=0, requests=50), seed=0)
