@@ -39,6 +39,7 @@ from armillary.engine.runner.linear.native_linear import run_native, run_native_
 from armillary.engine.runner.linear.packed_cpu import run_integers
 from armillary.engine.runner.linear.sparse_linear import to_sparse
 from armillary.engine.runner.rank_layout import RankLayout
+from armillary.engine.runner.stage_leader import StageLeader
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
 from armillary.engine.scheduler.decision import StepWork
 from armillary.engine.scheduler.dp_scheduler import DpScheduler
@@ -150,6 +151,8 @@ def _leader(executor: FastExecutor, ranks: RankLayout | None) -> FastExecutor | 
     """What the loop gives its decisions to."""
     if ranks is None:
         return executor
+    if ranks.pipeline is not None:
+        return StageLeader(executor, ranks)
     return Leader(executor) if ranks.dp is None else DpLeader(executor, ranks)
 
 
@@ -219,7 +222,7 @@ def make_executor(
         max_model_len=settings.max_model_len,
         max_tokens=settings.max_tokens_per_step,
         new_seed=lambda: rng.getrandbits(61),
-        graphs=serve.graphs and (ranks is None or (ranks.pipeline is None and ranks.dp is None)),
+        graphs=serve.graphs and (ranks is None or ranks.dp is None),
         kv_dtype=kv_dtype,
         kv_heads=local_kv_heads(model.config, tp),
         ranks=tp,
@@ -227,6 +230,8 @@ def make_executor(
         adapters=_adapter_slots(model, serve, ranks),
     )
     if ranks is not None:
+        if ranks.pipeline is not None:
+            ranks.pipeline.allocate(max(executor.max_tokens, executor.max_rows), model.config.hidden, weight)
         executor.forward.pipeline = ranks.pipeline
         if tp > 1:
             shard(executor, model.config, ranks.tp, ranks.experts)

@@ -54,7 +54,7 @@ class EngineThread:
 
     def start(self) -> EngineThread:
         """Start the thread; from now on outputs are streamed."""
-        self.engine.scheduler.prefill.stream()
+        self.engine.scheduler.stream()
         self._thread.start()
         return self
 

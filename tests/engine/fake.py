@@ -61,7 +61,9 @@ def expected(
 class FakeExecutor:
     """Does what decisions say, to lists."""
 
-    def __init__(self, cache: KVCache, max_running: int, vocab: int = VOCAB) -> None:
+    def __init__(self, cache: KVCache, max_running: int, vocab: int = VOCAB, *, staged: bool = False) -> None:
+        """`staged`: the first of several stages, which learns of a token when the scheduler knows it."""
+        self.staged = staged
         self.size, self.groups, self.vocab = cache.block_tokens, cache.groups, vocab
         self.blocks: dict[int, list[Any]] = {block: [None] * self.size for block in range(cache.pool.num_blocks)}
         """by number; those in host memory are negative"""
@@ -82,9 +84,12 @@ class FakeExecutor:
         contents = [self.blocks[copy.source].copy() for copy in decision.copies]
         for copy, content in zip(decision.copies, contents, strict=True):
             self.blocks[copy.target] = content
+        decodes = list(zip(decision.decodes, decision.rows, decision.positions, strict=True))
+        for seq, row, at in decodes[: decision.num_decodes] if self.staged else ():
+            assert at == len(seq.tokens) - 1, "a decode follows the last known token"
+            self.row_tokens[row][at : at + 1] = seq.tokens[at:]
         for draft in decision.drafts:
             self.row_tokens[draft.row][draft.start :] = draft.tokens
-        decodes = list(zip(decision.decodes, decision.rows, decision.positions, strict=True))
         for _, row, at in decodes:
             self._write(row, at, 1)
         for chunk in decision.chunks:
@@ -93,7 +98,8 @@ class FakeExecutor:
         assert [seq for seq, _, _ in ends] == decision.sampling
         drawn = [self._draw(seq, row, position) for seq, row, position in ends]
         for (_, row, at), token in zip(ends, drawn, strict=True):
-            self.row_tokens[row][at + 1 : at + 2] = [token]
+            if not self.staged:
+                self.row_tokens[row][at + 1 : at + 2] = [token]
         return drawn
 
     def tokens(self, drawn: list[int]) -> list[int]:
@@ -160,7 +166,8 @@ def run(
     most_steps: int = 5000,
 ) -> dict[str, list[int]]:
     """Serve `requests`, a new one each `every` steps (0: all at once), until all are done; id -> tokens."""
-    executor = FakeExecutor(scheduler.cache, scheduler.settings.max_running)
+    staged = scheduler.settings.num_stages > 1
+    executor = FakeExecutor(scheduler.cache, scheduler.settings.max_running, staged=staged)
     loop = Loop(scheduler, executor, overlap=overlap, clock=lambda: number * step_s)
     left, answers = list(requests), {}
     for number in range(most_steps):

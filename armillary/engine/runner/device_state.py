@@ -86,9 +86,10 @@ class DeviceRows:
             self.tables_GRP.view(-1)[places.long()] = values
         if step.copies.size:
             self.copy_blocks(step.copies)
-        if step.drafts is not None and (step.drafts[2] >= 0).all():
-            rows, positions, tokens = self.send(step.drafts).unbind()
-            self.tokens_RT[rows.long(), positions.long()] = tokens
+        for given in (step.known, step.drafts):
+            if given is not None and (given[2] >= 0).all():
+                rows, positions, tokens = self.send(given).unbind()
+                self.tokens_RT[rows.long(), positions.long()] = tokens
 
     def copy_blocks(self, copies: Ints) -> None:
         if self.host is not None and copies.min() < 0:

@@ -22,10 +22,9 @@ from armillary.engine.runner.engine_kernels import EngineKernels, kernels_of_pac
 from armillary.engine.runner.expert_counters import ExpertCounters
 from armillary.engine.runner.forward import Forward, layer_places
 from armillary.engine.runner.pooled_prompts import pool, store_pooled
-from armillary.engine.runner.rank_layout import Pipeline
 from armillary.engine.runner.recurrent_states import make_states
 from armillary.engine.runner.sampler import DeviceSampler, Masks
-from armillary.engine.runner.step_input import Inputs, Ints, Shape, Step, gathered, inputs_of
+from armillary.engine.runner.step_input import Ints, Shape, Step, gathered, inputs_of
 from armillary.engine.runner.step_results import sampled_sequence, set_drafts, store_logprobs, store_prompt_logprobs
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.settings import rope_switch
@@ -226,14 +225,17 @@ class FastExecutor:
             if self.draft_model is not None:
                 self.draft_model.propose(step)
             launched.drafts = self.rows.drafted(step)
+        if (pipeline := self.forward.pipeline) is not None:
+            pipeline.receive(step.shape.tokens)
+            if not pipeline.is_last:
+                pipeline.send(self.steps.run(step.shape, True, step.ints))
+                return self._sent(launched)
         if step.prompts or step.pooled:
             inputs = inputs_of(step.shape, self.rows.send(step.ints))
             hidden_TH = self.forward.hidden(inputs)
             launched.prompts = self._prompt_logprobs(step, hidden_TH)
             logits_BV = self.forward.logits(gathered(inputs, hidden_TH)) if step.draws else None
             launched.pooled = pool(self.forward, step, hidden_TH, logits_BV) if step.pooled else None
-            if self.forward.pipeline is not None and launched.pooled is not None:
-                launched.pooled = self.forward.pipeline.from_last(launched.pooled)
         else:
             quick = step.draws and not step.extras
             result = self.steps.run(step.shape, quick, step.ints)
@@ -246,21 +248,13 @@ class FastExecutor:
         return self._sent(launched)
 
     def _compute(self, shape: Shape, quick: bool, packed: Tensor) -> Tensor:
-        """Tokens [B] where the fast sampler suffices, else logits [B, V]."""
+        """Tokens [B] where the fast sampler suffices, else logits [B, V]; of a stage without the head its hidden
+        states."""
         inputs = self.forward.inputs(shape, packed)
-        hidden_BH = self.forward.last(inputs)
-        if not quick:
-            return self.forward.logits(hidden_BH)
-        if self.forward.pipeline is not None:
-            return self._sampled_by_last(hidden_BH, inputs, self.forward.pipeline)
-        return self.sampler.quick(self.forward.logits(hidden_BH), inputs)
-
-    def _sampled_by_last(self, hidden_BH: Tensor, inputs: Inputs, pipeline: Pipeline) -> Tensor:
-        """Only the last stage samples; every stage keeps the tokens."""
-        if self.forward.has_head:
-            return pipeline.from_last(self.sampler.quick(self.forward.own_logits(hidden_BH), inputs))
-        tokens_B = torch.empty(len(hidden_BH), dtype=torch.int64, device=self.device)
-        return self.sampler.store(pipeline.from_last(tokens_B), inputs)
+        if not self.forward.has_head:
+            return self.forward.hidden(inputs)
+        logits_BV = self.forward.logits(self.forward.last(inputs))
+        return self.sampler.quick(logits_BV, inputs) if quick else logits_BV
 
     def _drawn(self, launched: Launched, masks: Masks) -> Launched:
         """Sample a step with rows that need the full sampler."""

@@ -20,7 +20,7 @@ from armillary.engine.runner.latent_layer import attend_latents
 from armillary.engine.runner.layer import Layer, full_qk_norm, make_layer, without_gates
 from armillary.engine.runner.linear.linear_fn import Dense, LinearFn, linear_fn, run_fused
 from armillary.engine.runner.mixture_layer import run_mixture, run_small_mixture
-from armillary.engine.runner.rank_layout import Pipeline
+from armillary.engine.runner.pipeline import Pipeline
 from armillary.engine.runner.rotary_tables import angle_tables, query_factors
 from armillary.engine.runner.step_input import Inputs, Shape, gathered, inputs_of
 from armillary.engine.runner.token_gather import GatheredTokens, run_without_tokens
@@ -140,9 +140,6 @@ class Forward:
         x = x if added is None else x + added
         if self.keep is not None:
             self.keep(inputs, x)
-        if self.pipeline is not None and not self.pipeline.is_last:
-            self.pipeline.send(x)
-            return x if wanted is None else x.index_select(0, wanted)
         return x
 
     def run_experts_only(self) -> None:
@@ -163,8 +160,7 @@ class Forward:
         if self.pipeline is None or self.pipeline.is_first:
             embedded_TH = self.model.embed(tokens_T, inputs.long("positions_T"))
             return embedded_TH if self.entry is None else self.entry(inputs, embedded_TH)
-        weight = next(self.model.parameters())
-        return self.pipeline.receive((len(tokens_T), self.model.config.hidden), weight.dtype, weight.device)
+        return self.pipeline.received(len(tokens_T))
 
     def _batch(self, inputs: Inputs, tables_BP: Tensor, num_tokens: int) -> PagedBatch | LatentBatch:
         """The sequences of a step, as attention takes them."""
@@ -194,15 +190,7 @@ class Forward:
         return tokens_T, rows.tables_GRP[:, inputs.long("rows_B")], self._cos_sin_of(inputs.long("angles_T"))
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
-        """[B, V], on all stages those of the last."""
-        if self.pipeline is None:
-            return self.own_logits(hidden_BH)
-        if self.has_head:
-            return self.pipeline.from_last(self.own_logits(hidden_BH))
-        return self.pipeline.from_last(hidden_BH.new_empty((len(hidden_BH), self.model.config.vocab)))
-
-    def own_logits(self, hidden_BH: Tensor) -> Tensor:
-        """[B, V], on the last stage."""
+        """[B, V]"""
         norm, small = self.model.norm, self.kernels.small
         if self.one_head is not None and small is not None and len(hidden_BH) == 1 and self.head == self.model.head:
             assert norm is not None

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from armillary.engine.cache.layer_groups import stage_layers
+from armillary.engine.runner.pipeline import Pipeline
 from armillary.errors import BadLayout
 from armillary.parallel.collectives import Group
 from armillary.parallel.world import World
@@ -46,41 +45,6 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """A stage among the stages with the same shard. Hidden states go from stage to stage, what the last one samples to
-    all: each keeps the tokens of its rows."""
-
-    stage: int
-    ranks: tuple[int, ...]
-    """of the world, by stage"""
-    group: dist.ProcessGroup
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == len(self.ranks) - 1
-
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """From the stage before."""
-        hidden = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(hidden, src=self.ranks[self.stage - 1])
-        return hidden
-
-    def send(self, hidden: Tensor) -> None:
-        """To the next stage."""
-        dist.send(hidden.contiguous(), dst=self.ranks[self.stage + 1])
-
-    def from_last(self, tensor: Tensor) -> Tensor:
-        """The last stage's tensor on every stage; the others give one of the same shape and dtype."""
-        tensor = tensor.contiguous()
-        dist.broadcast(tensor, src=self.ranks[-1], group=self.group)
-        return tensor
-
-
-@dataclass(frozen=True, kw_only=True)
 class RankLayout:
     """This process among the ranks of an engine."""
 
@@ -99,7 +63,10 @@ class RankLayout:
 
     @property
     def reports(self) -> bool:
-        """Whether it tells rank 0 what its steps gave: the first rank of every copy of attention but rank 0's own."""
+        """Whether it tells rank 0 what its steps gave: the first rank of the last stage, or of every copy of attention
+        but rank 0's own."""
+        if self.pipeline is not None:
+            return self.pipeline.is_last and not self.tp.rank
         return self.dp is not None and self.dp.rank > 0 and not self.tp.rank
 
     def layers(self, config: ModelConfig) -> range:
@@ -127,12 +94,12 @@ def rank_layout(world: World, config: ModelConfig, *, pp: int = 1, ep: int = 1, 
     experts = _experts_of(rank, tp, ep)
     if pp == 1:
         return RankLayout(world=group, tp=group, experts=experts)
-    stages, lines = _grid(pp, tp)
+    stages = _neighbours(pp, tp)
     return RankLayout(
         world=group,
         tp=Group(name=stages[stage].group_name, size=tp, rank=rank),
         experts=experts,
-        pipeline=Pipeline(stage=stage, ranks=tuple(s * tp + rank for s in range(pp)), group=lines[rank]),
+        pipeline=Pipeline(stage, tuple(s * tp + rank for s in range(pp))),
     )
 
 
@@ -142,7 +109,7 @@ def _data_parallel(world: Group, *, tp: int, dp: int, ep: int) -> RankLayout:
     experts = _experts_of(world.rank, world.size, ep)
     if tp == 1:
         return RankLayout(world=world, tp=Group(name="", size=1, rank=0), experts=experts, dp=world)
-    copies, lines = _grid(dp, tp)
+    copies, lines = _neighbours(dp, tp), _lines(dp, tp)
     return RankLayout(
         world=world,
         tp=Group(name=copies[copy].group_name, size=tp, rank=rank),
@@ -151,10 +118,14 @@ def _data_parallel(world: Group, *, tp: int, dp: int, ep: int) -> RankLayout:
     )
 
 
-def _grid(num_rows: int, size: int) -> tuple[list[dist.ProcessGroup], list[dist.ProcessGroup]]:
-    """Groups of `size` neighbours, and groups of the ranks with the same place in each."""
-    rows = [dist.new_group([s * size + r for r in range(size)]) for s in range(num_rows)]
-    return rows, [dist.new_group([s * size + r for s in range(num_rows)]) for r in range(size)]
+def _neighbours(count: int, size: int) -> list[dist.ProcessGroup]:
+    """Groups of `size` neighbours."""
+    return [dist.new_group([s * size + r for r in range(size)]) for s in range(count)]
+
+
+def _lines(count: int, size: int) -> list[dist.ProcessGroup]:
+    """Groups of the ranks with the same place in each group of `size` neighbours."""
+    return [dist.new_group([s * size + r for s in range(count)]) for r in range(size)]
 
 
 def _experts_of(rank: int, size: int, ep: int) -> Experts:

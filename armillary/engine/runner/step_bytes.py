@@ -115,6 +115,7 @@ def _step_header(step: Step) -> dict[str, Any]:
         "shape": astuple(step.shape),
         "passes": [astuple(shape) for shape, _ in step.passes],
         "sizes": [len(step.ints), step.table_updates.shape[1], step.copies.shape[1]],
+        "known": None if step.known is None else step.known.shape[1],
         "drafts": None if step.drafts is None else step.drafts.shape[1],
         "admitted": [[new.row, len(new.tokens), new.floats, new.ints, new.adapter] for new in step.admitted],
         "extras": [asdict(extra) for extra in step.extras],
@@ -126,7 +127,7 @@ def _step_header(step: Step) -> dict[str, Any]:
 
 def _step_arrays(step: Step) -> Iterator[bytes]:
     """In the order in which `_step` takes them."""
-    for array in (step.ints, step.table_updates, step.copies, step.drafts):
+    for array in (step.ints, step.table_updates, step.copies, step.known, step.drafts):
         if array is not None:
             yield np.ascontiguousarray(array, dtype=np.int32).tobytes()
     for new in step.admitted:
@@ -138,7 +139,7 @@ def _step_arrays(step: Step) -> Iterator[bytes]:
 def _step(header: dict[str, Any], at: _Reader) -> Step:
     size, updates, copies = header["sizes"]
     ints, table_updates, block_copies = at.ints(size), at.ints(2, updates), at.ints(2, copies)
-    drafts = None if header["drafts"] is None else at.ints(3, header["drafts"])
+    known, drafts = (None if header[name] is None else at.ints(3, header[name]) for name in ("known", "drafts"))
     admitted = [
         Admitted(row=row, tokens=at.take(count), floats=tuple(floats), ints=tuple(numbers), adapter=adapter)
         for row, count, floats, numbers, adapter in header["admitted"]
@@ -149,6 +150,7 @@ def _step(header: dict[str, Any], at: _Reader) -> Step:
         ints=ints,
         table_updates=table_updates,
         copies=block_copies,
+        known=known,
         drafts=drafts,
         admitted=admitted,
         extras=[_extra(extra) for extra in header["extras"]],

@@ -120,6 +120,7 @@ class Step:
     ints: Ints
     table_updates: Ints  # [2, n]: indices into the flat block tables, and their new entries
     copies: Ints  # [2, n]: source and target blocks
+    known: Ints | None = None  # [3, n]: rows, positions and tokens that another stage has sampled
     drafts: Ints | None = None  # [3, n]: rows, positions and draft tokens, -1 where the draft model proposes them
     admitted: list[Admitted] = field(default_factory=list)
     extras: list[Extra] = field(default_factory=list)  # empty: the fast sampler suffices

@@ -288,7 +288,7 @@ class Leader:
 
 
 class Reports(Protocol):
-    """Tells rank 0 what a step gave on this rank (`dp_leader`)."""
+    """Tells rank 0 what a step gave on this rank (`step_reports`)."""
 
     error: Exception | None
     """why it could not, so that the connection was ended"""

@@ -12,6 +12,8 @@ from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.cache.prefix_lookup import cached_blocks
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.decision import Decision, Ending, Outcome
+from armillary.engine.scheduler.dp_pacing import DpPacing
+from armillary.engine.scheduler.prefill_pacing import PrefillController
 from armillary.engine.scheduler.request_table import RequestTable
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import Settings
@@ -34,6 +36,7 @@ class DpDecision(Decision):
             self.positions += part.positions
             self.chunks += part.chunks
             self.sampling = self.sampling + part.sampling  # of a part, it may be the list of its decodes
+            self.admitted += part.admitted
             self.preempted += part.preempted
             self.ended += part.ended
 
@@ -69,6 +72,8 @@ class DpScheduler(Scheduler):
         self.totals, self._number = self.request_table.totals, 0
         for dp_rank, rank in enumerate(self.ranks):
             self._share(rank, dp_rank)
+        self._pacing: DpPacing | None = None
+        self._share_pacing()
 
     def _share(self, rank: Scheduler, dp_rank: int) -> None:
         """Ranks have rows and blocks of their own; requests and totals are common."""
@@ -77,6 +82,18 @@ class DpScheduler(Scheduler):
         table.totals = rank.totals = common.totals
         table.prefix_reuse, table.dp_rank = common.prefix_reuse, dp_rank
         common.tables.append(table)
+
+    def stream(self) -> None:
+        super().stream()
+        self._share_pacing()
+
+    def _share_pacing(self) -> None:
+        """One controller, where there is one, for the steps of all ranks."""
+        controller = self.prefill.controller
+        if isinstance(controller, PrefillController):
+            self._pacing = DpPacing(controller)
+            for rank in self.ranks:
+                rank.prefill.controller, rank.prefill.gives_way = self._pacing, self.prefill.gives_way
 
     @property
     def caches(self) -> Items[KVCache]:
@@ -92,14 +109,24 @@ class DpScheduler(Scheduler):
         expired = self.request_table.deadlines.expired(now)
         self._end([(seq, Ending("deadline")) for seq in expired], now)
         self._assign()
-        decodes = [any(not seq.is_prefilling for seq in rank.request_table.running) for rank in self.ranks]
-        for dp_rank, rank in enumerate(self.ranks):
-            rank.prefill.others_decode = any(decodes[:dp_rank] + decodes[dp_rank + 1 :])
+        self._pace()
         decision = DpDecision(self._number, [rank.schedule(now) for rank in self.ranks], now)
         decision.ended += expired
         self.under_way.append(decision)
         self.request_table.refresh()
         return decision
+
+    def _pace(self) -> None:
+        """Tell every rank's planner what the other ranks have."""
+        tables = self.request_table.tables
+        prompts = [len(table.waiting) + sum(seq.is_prefilling for seq in table.running) for table in tables]
+        decodes = [sum(not seq.is_prefilling for seq in table.running) for table in tables]
+        if self._pacing is not None:
+            self._pacing.begin_step(sum(decodes), sum(map(bool, prompts)))
+        waiting = len(self.request_table.waiting)
+        for rank, own_decodes, own_prompts in zip(self.ranks, decodes, prompts, strict=True):
+            rank.prefill.other_decodes = sum(decodes) - own_decodes
+            rank.prefill.other_prompts = sum(prompts) - own_prompts + waiting
 
     def _assign(self) -> None:
         """Move requests from the common queue to ranks, in order, until none can take the first."""
@@ -126,6 +153,8 @@ class DpScheduler(Scheduler):
     def update(self, decision: Decision, tokens: Items[int], now: float) -> Outcome:
         assert isinstance(decision, DpDecision) and decision is self.under_way[0], "steps are updated in their order"
         self.under_way.popleft()
+        if self._pacing is not None:
+            self._pacing.controller.took(decision, decision.decided_at, now)
         outcome, first = Outcome([], [], []), 0
         for rank, part in zip(self.ranks, decision.parts, strict=True):
             count = len(part.sampling)

@@ -8,6 +8,7 @@ steps of short prompts are as full as they may be.
 from dataclasses import dataclass
 from math import sqrt
 
+from armillary.engine.scheduler.dp_pacing import DpPacing
 from armillary.engine.scheduler.prefill_pacing import PrefillController
 from armillary.engine.scheduler.settings import STREAMED_SLOWDOWN, Settings
 
@@ -98,9 +99,11 @@ class PrefillPlanner:
     def __init__(self, settings: Settings, block_tokens: int) -> None:
         self._settings, self._block_tokens = settings, block_tokens
         slowdown = settings.prefill_slowdown
-        self.controller = None if slowdown is None else self._controller(slowdown)
-        self._gives_way = False  # no limit while more sequences wait for their first token than decode
-        self.others_decode = False  # on another dp rank, in the same step
+        self.controller: PrefillController | DpPacing | None = None if slowdown is None else self._controller(slowdown)
+        self.gives_way = False  # no limit while more sequences wait for their first token than decode
+        self.other_decodes = 0
+        """sequences that decode and are not in this step: on other dp ranks, or in steps of other pipeline stages"""
+        self.other_prompts = 0
 
     def _controller(self, slowdown: float) -> PrefillController:
         tile, block = self._settings.query_tile, self._block_tokens
@@ -115,16 +118,18 @@ class PrefillPlanner:
             and self._settings.prefill_tokens is None
             and self._settings.batching == "continuous"
         ):
-            self.controller, self._gives_way = self._controller(STREAMED_SLOWDOWN), True
+            self.controller, self.gives_way = self._controller(STREAMED_SLOWDOWN), True
 
     def budget(self, left: int, decodes: int, prompts: int) -> Budget:
         """Of a step with so many decodes that has `left` tokens for so many prompts."""
-        settings = self._settings
-        if (decodes or self.others_decode) and settings.prefill_tokens is not None:
+        settings, every_decode = self._settings, decodes + self.other_decodes
+        if every_decode and settings.prefill_tokens is not None:
             left = min(left, settings.prefill_tokens)
-        if not decodes or not prompts or self.controller is None or (self._gives_way and prompts > decodes):
+        gives_way = self.gives_way and prompts + self.other_prompts > every_decode
+        if not every_decode or not prompts or self.controller is None or gives_way:
             return Budget(tokens=left, most=left, attention_tokens=settings.attention_tokens)
-        tokens, attention_tokens = self.controller.allowance(decodes)
+        usual = -(-every_decode // settings.num_stages)  # a step without decodes delays those of the next ones
+        tokens, attention_tokens = self.controller.allowance(max(decodes, usual))
         return Budget(
             tokens=min(left, tokens),
             most=min(left, self.controller.most),

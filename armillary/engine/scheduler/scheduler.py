@@ -1,8 +1,9 @@
 """The scheduler: what the next step computes, and what its sampled tokens mean.
 
 `schedule(now)` decides a step and `update(decision, tokens, now)` takes its tokens. Time is an argument, and one
-decision may be in flight while the next is made. There are no phases: the computed tokens of every running sequence
-catch up with its tokens. Decodes go first, prefill chunks fill the rest of the step, then waiting requests start.
+decision may be in flight while the next is made, with pipeline stages as many as there are stages
+(`pipelined_steps.py`). There are no phases: the computed tokens of every running sequence catch up with its tokens.
+Decodes go first, prefill chunks fill the rest of the step, then waiting requests start.
 """
 
 from collections import deque
@@ -26,6 +27,7 @@ from armillary.engine.scheduler.decision import (
     without_broken,
     without_pooled,
 )
+from armillary.engine.scheduler.pipelined_steps import prefill_of_step, sequences_of_step
 from armillary.engine.scheduler.preemption import fitting, preempt_until_fits
 from armillary.engine.scheduler.prefill_budget import Budget, PrefillPlanner, StepLimit
 from armillary.engine.scheduler.request_checks import MakeConstraint
@@ -93,6 +95,10 @@ class Scheduler:
             for decision in self.under_way:
                 decision.has_finished = True
 
+    def stream(self) -> None:
+        """Outputs are streamed from now on."""
+        self.prefill.stream()
+
     @property
     def caches(self) -> Items[KVCache]:
         """Every KV cache that sequences are in."""
@@ -114,25 +120,38 @@ class Scheduler:
             or self.limit.tight
             or self.speculation is not None
             or self.settings.rope_switch is not None
+            or self.settings.num_stages > 1
         )
+
+    @property
+    def _samples_ahead(self) -> bool:
+        """Whether a step may follow tokens that are not known yet: an executor reads them where they were sampled. With
+        stages they are sampled elsewhere, and every sequence waits for its own."""
+        return self.settings.num_stages == 1
 
     # --- deciding a step
 
     def schedule(self, now: float) -> Decision:
-        """Decide the next step. At most one earlier decision may still be in flight."""
-        assert len(self.under_way) <= 1, "update the step before last first"
-        assert not (self.under_way and self.under_way[0].drafts), "update a step with drafts first"
+        """Decide the next step. One earlier decision may still be in flight, and with stages one fewer than there are
+        stages."""
+        assert len(self.under_way) < max(2, self.settings.num_stages), "update the oldest step first"
+        assert not (self.under_way and self.under_way[0].drafts and self._samples_ahead), "update its drafts first"
         self.totals.steps += 1
         decision = Decision(self.totals.steps)
         self._finish_last_step(decision, now)
         prompts = self._decode(decision)
         decision.decided_at = now
         num_decodes, num_prompts = len(decision.decodes), len(prompts) + len(self.request_table.waiting)
-        budget = self.prefill.budget(self.limit.tokens - num_decodes, num_decodes, num_prompts)
+        left, num_stages = self.limit.tokens - num_decodes, self.settings.num_stages
+        if num_stages > 1:
+            left = prefill_of_step(self.request_table, left, num_stages)
+            decoding = sum(not seq.is_prefilling for seq in self.request_table.running)
+            self.prefill.other_decodes = max(0, decoding - num_decodes)
+        budget = self.prefill.budget(left, num_decodes, num_prompts)
         for seq in prompts:
             self._chunk(decision, seq, budget)
         self._admit(decision, budget, now)
-        if self.speculation is not None and not self.under_way:
+        if self.speculation is not None and not (self.under_way and self._samples_ahead):
             left = self.limit.tokens - decision.num_tokens
             self.speculation.draft(decision, len(self.request_table.running), left)
         self._close(decision)
@@ -164,7 +183,10 @@ class Scheduler:
         """One token for every sequence that decodes; returns the sequences that are still prefilling."""
         prompts: list[Sequence] = []
         take, place = decision.decodes.append, decision.positions.append
-        for seq in self.request_table.running:  # sequences preempted meanwhile come after this one
+        running, num_stages = self.request_table.running, self.settings.num_stages
+        if num_stages > 1:
+            running = sequences_of_step(running, num_stages)
+        for seq in running:  # sequences preempted meanwhile come after this one
             at = seq.computed
             if at >= seq.num_allocated and not self._may_advance(decision, seq, prompts):
                 continue
@@ -242,6 +264,8 @@ class Scheduler:
         while first is not None and request_table.rows and (not budget.spent or whole_batch):
             if decision.preempted or self._stalled or not admission.lets_in(first, request_table.running):
                 return
+            if first.num_pending:
+                return  # it was preempted, and its last token is in flight
             if request_table.running and (self._full or not admission.fits(first, request_table.running)):
                 self._full = True  # until a sequence ends: until then the answer stays the same
                 return
@@ -308,9 +332,10 @@ class Scheduler:
 
     def update(self, decision: Decision, tokens: Items[int], now: float) -> Outcome:
         """Take the tokens sampled for `decision.sampling`; -1 marks a row with non-finite logits."""
-        assert self.under_way and decision is self.under_way[0], "steps are updated in the order they were decided"
+        in_order = decision.empty or decision is self.under_way[0]
+        assert self.under_way and in_order, "steps are updated in the order they were decided"
         assert len(tokens) == len(decision.sampling), f"{len(tokens)} tokens for {len(decision.sampling)} sequences"
-        self.under_way.popleft()
+        self.under_way.remove(decision)
         if self.limit.tight:
             self.limit.went_well()
         if self.prefill.controller is not None:

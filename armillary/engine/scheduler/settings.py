@@ -41,6 +41,7 @@ class Settings:
     rope_switch: int | None = None  # prompt length beyond which RoPE changes: no blocks are shared across it
     # masks are computed once the step before is updated, so structured sequences are scheduled ahead; else they wait
     late_masks: bool = False
+    num_stages: int = 1  # pipeline stages: up to so many steps are in flight, each of other sequences
     lookups: int = 256  # most blocks looked up or freed per step
     check_every: int = 0  # steps between checks of all invariants; 0: never
 
@@ -77,6 +78,7 @@ def settings_for(config: ModelConfig, serve: Serve, eos_ids: frozenset[int] = fr
         attention_tokens=attention_tokens(config),
         check_every=serve.check_every,
         rope_switch=rope_switch(config),
+        num_stages=serve.pp,
         query_tile=max(1, _TILE_ROWS // (config.heads if config.mla else config.heads // config.kv_heads)),
     )
 

@@ -1,4 +1,5 @@
-"""The engine's loop: schedule a step, launch it, take its tokens. With overlap, the next is scheduled while one runs.
+"""The engine's loop: schedule a step, launch it, take its tokens. With overlap, the next is scheduled while one runs;
+with pipeline stages, while every other stage has one.
 
 An executor has `launch` (start a step, return a handle) and `tokens` (wait for it): the model on a device, a predicted
 device on a virtual clock, or a fake in a test.
@@ -67,24 +68,37 @@ class Loop:
         self.taken: list[int] = []  # numbers of the steps whose tokens the last step took
         self.times = StepTimes(scheduler.settings.attention_tokens)
         self._launched: list[tuple[Decision, Any]] = []
+        self._num_stages = scheduler.settings.num_stages
         self._defers = hasattr(executor, "draw")
 
     def step(self) -> tuple[Decision, Outcome]:
-        """Schedule and launch a step, then take the tokens of the one before (without overlap: of the same step). A
-        step that may have draft tokens follows known tokens and is taken at once."""
+        """Schedule and launch a step, then take the tokens of the one before (without overlap: of the same step). With
+        stages, take those of the oldest step once as many are in flight, or where nothing can be scheduled."""
         self.wait_s, self.taken = 0.0, []
-        speculation = self.scheduler.speculation
-        ahead = self.overlap and (speculation is None or not speculation.active)
-        before = self._collect(0) if self._launched and not ahead else None
+        ahead = self._num_ahead()
+        before = self._collect(ahead) if len(self._launched) > ahead else None
         decision = self._begin()
         while decision is None:
             decision = self._begin()
-        outcome = self._collect(1 if ahead and not decision.empty else 0)
+        if decision.empty and self._num_stages > 1:
+            self._take(*self._launched.pop())
+            ahead = len(self._launched) - 1
+        elif decision.empty:
+            ahead = 0
+        outcome = self._collect(ahead)
         if before is not None:
             outcome = joined(before, outcome)
         if self._defers and self._launched and _is_unsampled(self._launched[-1][1]):
             self._draw(decision)
         return decision, outcome
+
+    def _num_ahead(self) -> int:
+        """How many steps may be in flight while the next is decided. One that may have draft tokens follows known
+        tokens; with stages every step does."""
+        if self._num_stages > 1:
+            return self._num_stages - 1
+        speculation = self.scheduler.speculation
+        return int(self.overlap and (speculation is None or not speculation.active))
 
     def _begin(self) -> Decision | None:
         """Schedule and launch; None where there was no memory: the next decision will be smaller."""
@@ -119,14 +133,17 @@ class Loop:
     def _collect(self, num_in_flight: int) -> Outcome:
         """Take the tokens of launched steps but for the last `num_in_flight`."""
         collected = None
-        while len(self._launched) > num_in_flight:
-            decision, launched = self._launched.pop(0)
-            begin = self.clock()
-            tokens = () if decision.empty else self.executor.tokens(launched)
-            now = self.clock()
-            self.wait_s += now - begin
-            self.taken.append(decision.number)
-            self.times.took(decision, now - decision.decided_at)
-            outcome = self.scheduler.update(decision, tokens, now)
+        while len(self._launched) > max(0, num_in_flight):
+            outcome = self._take(*self._launched.pop(0))
             collected = outcome if collected is None else joined(collected, outcome)
         return Outcome([], [], []) if collected is None else collected
+
+    def _take(self, decision: Decision, launched: Any) -> Outcome:
+        """Take the tokens of a step."""
+        begin = self.clock()
+        tokens = () if decision.empty else self.executor.tokens(launched)
+        now = self.clock()
+        self.wait_s += now - begin
+        self.taken.append(decision.number)
+        self.times.took(decision, now - decision.decided_at)
+        return self.scheduler.update(decision, tokens, now)

@@ -128,7 +128,7 @@ def fleet_case(
         cost = replace(cost, host_block_s=host_block_s(cluster, plan_kv(config, serve, 1 << 62).block_bytes))
     if kv_tokens < serve.block_tokens:
         raise BadInput(f"no KV cache is left beside the weights of {config.name}; raise layout.tp or serve.kv_bytes")
-    system = system_of(config, serve, kv_tokens, cluster.chip.kind)
+    system = system_of(config, serve, kv_tokens, cluster.chip.kind, num_stages=recipe.layout.pp)
     if serve.speculate != "none":
         drafting = drafting_of(recipe.fleet.acceptance, serve.max_draft, cost, context, draft)
         system = replace(system, drafting=drafting)

@@ -27,10 +27,17 @@ class Launched:
 
 
 class SimulatedDevice:
-    """The device of one replica, `slowdown` times as slow as its step costs."""
+    """The device of one replica, `slowdown` times as slow as its step costs. With pipeline stages these are of one
+    stage: a step takes as many of them, and the next may follow after one."""
 
     def __init__(
-        self, cost: StepCost, *, seed: int = 0, overlap: bool = True, drafting: Drafting | None = None
+        self,
+        cost: StepCost,
+        *,
+        seed: int = 0,
+        overlap: bool = True,
+        drafting: Drafting | None = None,
+        num_stages: int = 1,
     ) -> None:
         self.now = 0.0
         self.slowdown = 1.0
@@ -39,7 +46,9 @@ class SimulatedDevice:
         self.collected: Decision | None = None  # the step whose tokens were taken last
         self._cost, self._overlap, self._drafting = cost, overlap, drafting
         self._rng = Random(seed)
-        self._free_at = 0.0
+        self._num_stages = num_stages
+        self._free_at = 0.0  # of the first stage
+        self._done_at = [0.0] * num_stages  # when each stage has ended its last step
         self._last: Launched | None = None  # the step in flight
 
     @property
@@ -60,11 +69,18 @@ class SimulatedDevice:
         if decision.drafts:
             assert self._drafting is not None, "only a system that drafts has a scheduler that does"
             taken += self._drafting.draft(decision, self._rng) * self.slowdown
-        self._free_at = max(self.now, self._free_at) + taken
+        begin = max(self.now, self._free_at)
+        self._free_at = begin + taken
         if not self._cost.waits:
             self.now = self._free_at
-        self._last = Launched(decision, self._free_at)
+        self._last = Launched(decision, self._through(begin, taken))
         return self._last
+
+    def _through(self, begin: float, taken: float) -> float:
+        """When a step leaves the last stage; each computes it for `taken` seconds, once it has ended the one before."""
+        for stage, busy_until in enumerate(self._done_at):
+            begin = self._done_at[stage] = max(begin, busy_until) + taken
+        return begin
 
     def tokens(self, launched: Launched) -> list[int]:
         self.now, self.collected = max(self.now, launched.done_at), launched.decision
@@ -107,3 +123,4 @@ class SimulatedDevice:
         if self._overlap:
             assert self._last is not None, "a step is in flight"
             self._last.done_at = self._free_at
+        self._done_at = [self._free_at]

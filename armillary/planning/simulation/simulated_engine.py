@@ -66,17 +66,17 @@ class System:
             KVOffload(cache, self.host_blocks)
         scheduler = Scheduler(replace(self.settings, vocab=VOCAB, eos_ids=frozenset({STOP})), cache)
         if self.streamed:
-            scheduler.prefill.stream()
+            scheduler.stream()
         if self.drafting is not None:
             self.drafting.attach(scheduler)
         return scheduler
 
 
-def system_of(config: ModelConfig, serve: Serve, kv_tokens: float, chip: str) -> System:
+def system_of(config: ModelConfig, serve: Serve, kv_tokens: float, chip: str, *, num_stages: int = 1) -> System:
     """A server's engine: a [serve] table, and a KV cache of so many tokens on a kind of chip."""
     sizes = plan_kv(config, serve, 1 << 62, dtype="bf16")
     return System(
-        settings=settings_for(config, serve),
+        settings=replace(settings_for(config, serve), num_stages=max(serve.pp, num_stages)),
         block_tokens=sizes.block_tokens,
         groups=sizes.groups,
         num_blocks=max(1, int(kv_tokens) // sizes.block_tokens * len(sizes.groups)),
@@ -120,9 +120,9 @@ class _Run:
         self.refused = 0
         self._left = deque(arrivals)
         self._prompts = Prompts(arrivals)
-        self._device = SimulatedDevice(
-            cost, overlap=system.overlap, drafting=system.drafting
-        )  # the same noise for every setting that is tried
+        self._device = SimulatedDevice(  # the same noise for every setting that is tried
+            cost, overlap=system.overlap, drafting=system.drafting, num_stages=system.settings.num_stages
+        )
         self.scheduler = system.scheduler()
         loop = Loop(self.scheduler, self._device, overlap=system.overlap, clock=self._device.clock)
         self._engine = Engine(loop, OutputProcessor(self.scheduler, NoText), record=self._record)
@@ -171,7 +171,8 @@ def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
     traffic, config = server.traffic, server.replica.config
     context = max(1, traffic.running_tokens_in + traffic.running_tokens_out // 2)
     cost = planned_step_cost(server.replica, context=context, prompt=round(traffic.tokens_per_request[0]))
-    system = system_of(config, server.serve, kv_tokens, server.replica.cluster.chip.kind)
+    replica = server.replica
+    system = system_of(config, server.serve, kv_tokens, replica.cluster.chip.kind, num_stages=replica.split.pp)
     if server.serve.kv_host_bytes:
         sizes = plan_kv(config, server.serve, 1 << 62, tp=server.replica.split.tp)
         cost = replace(cost, host_block_s=host_block_s(server.replica.cluster, sizes.block_bytes))

@@ -56,7 +56,13 @@ class SimulatedReplica:
         self.scheduler = system.scheduler()
         if not system.prefix:
             self.scheduler.request_table.prefix_reuse = PrefixReuse(capacity=0)  # nobody reads it
-        self.device = SimulatedDevice(cost, seed=seed, overlap=system.overlap, drafting=system.drafting)
+        self.device = SimulatedDevice(
+            cost,
+            seed=seed,
+            overlap=system.overlap,
+            drafting=system.drafting,
+            num_stages=system.settings.num_stages,
+        )
         self.device.now = now
         self.wake = inf
         self.busy_s = 0.0

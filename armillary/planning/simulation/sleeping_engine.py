@@ -64,7 +64,13 @@ class SleepingDevice(SimulatedDevice):
 def make_engine(system: System, cost: StepCost) -> Engine:
     """An engine that sleeps."""
     scheduler = system.scheduler()
-    device = SleepingDevice(cost, seed=os.getpid(), overlap=system.overlap, drafting=system.drafting)
+    device = SleepingDevice(
+        cost,
+        seed=os.getpid(),
+        overlap=system.overlap,
+        drafting=system.drafting,
+        num_stages=system.settings.num_stages,
+    )
     loop = Loop(scheduler, device, overlap=system.overlap, clock=device.clock)
     return Engine(loop, OutputProcessor(scheduler, NoText))
 

@@ -201,7 +201,8 @@ def planned_step_cost(
     replica: Replica, *, context: int = 512, prompt: int | None = None, steps: Sequence[Mapping[str, Any]] = ()
 ) -> StepCost:
     """The planner's roofline as lines through a few of its steps, scaled to measured steps where there are any. On a
-    CPU, where even short prompts are compute-bound, one line goes through a `prompt` of the usual length."""
+    CPU, where even short prompts are compute-bound, one line goes through a `prompt` of the usual length. Pipeline
+    stages are taken as equally long, and the cost is that of one."""
     few, many = 1, 64
     single_s, batch_s = _decode_s(replica, few, context), _decode_s(replica, many, context)
     key_s = max(0.0, _decode_s(replica, many, 2 * context) - batch_s) / (many * context)
@@ -224,16 +225,22 @@ def planned_step_cost(
         waits=True,
         basis="planner's roofline",
     )
+    cost = _times(cost, 1 / replica.split.pp)
     ratios = [
         step["engine_step_s"] / cost.of(step) for step in steps if step.get("engine_step_s", 0) > 0 and cost.of(step)
     ]
     if not ratios:
         return cost
     times = median(ratios)
+    basis = f"planner's roofline × {times:.2g}, after {len(ratios)} steps"
+    return replace(_times(cost, times), steps=len(ratios), basis=basis)
+
+
+def _times(cost: StepCost, factor: float) -> StepCost:
+    """A planned cost with every time multiplied."""
+    names = "base_s", "prefill_s", "decode_s", "context_s", "pair_s"
     return replace(
         cost,
-        **{name: getattr(cost, name) * times for name in ("base_s", "prefill_s", "decode_s", "context_s", "pair_s")},
-        prefill_bends=tuple((size, each_s * times) for size, each_s in cost.prefill_bends),
-        steps=len(ratios),
-        basis=f"planner's roofline × {times:.2g}, after {len(ratios)} steps",
+        **{name: getattr(cost, name) * factor for name in names},
+        prefill_bends=tuple((size, each_s * factor) for size, each_s in cost.prefill_bends),
     )

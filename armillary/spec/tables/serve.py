@@ -227,7 +227,6 @@ class Serve:
             "LoRA adapters": bool(self.adapters or self.max_adapters),
             f"serve.kv_host_bytes={self.kv_host_bytes}": self.kv_host_bytes > 0,
             f"serve.batching={self.batching}": self.batching != "continuous",
-            "serve.prefill_slowdown (take serve.prefill_tokens)": self.prefill_slowdown is not None,
             "serve.emulate": self.emulate,
         }
         first = next((what for what, used in unable.items() if used), None)

@@ -37,6 +37,7 @@ requests = st.lists(st.tuples(prompts, st.integers(1, 14), st.integers(1, 3)), m
     lookups=st.integers(1, 8),
     host_blocks=st.sampled_from([0, 2, 40]),
     ageing=st.sampled_from([0.0, 3.0]),
+    num_stages=st.sampled_from([1, 1, 2, 3]),
 )
 def test_answers_are_those_of_the_request_alone(
     wanted: list[tuple[list[int], int, int]],
@@ -66,10 +67,10 @@ def test_answers_are_those_of_the_request_alone(
             assert answers[name] == expected(request, index, groups), name
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_preempted_and_forked_and_cached_at_once(overlap: bool) -> None:
+@pytest.mark.parametrize(("overlap", "num_stages"), [(False, 1), (True, 1), (False, 2), (False, 3)])
+def test_preempted_and_forked_and_cached_at_once(overlap: bool, num_stages: int) -> None:
     made = [ask(f"r{i}", [2, 3, 4, 5] * 3 + [i + 2], 24, n=2) for i in range(6)]
-    scheduler = make_scheduler(num_blocks=14, reserve=0.0)
+    scheduler = make_scheduler(num_blocks=14, reserve=0.0, num_stages=num_stages)
     answers = run(scheduler, made, overlap=overlap)
     assert scheduler.totals.preempted and scheduler.totals.hits
     assert all(answers[f"{r.id}/{i}"] == expected(r, i) for r in made for i in range(2))
@@ -91,6 +92,7 @@ def test_a_hash_that_always_collides_costs_hits_and_nothing_else() -> None:
     prefix=st.booleans(),
     overlap=st.booleans(),
     host_blocks=st.sampled_from([0, 3, 40]),
+    num_stages=st.sampled_from([1, 1, 2, 3]),
 )
 def test_aborts_and_failed_steps_leave_the_other_answers_right(
     wanted: list[tuple[list[int], int, int]],
@@ -101,12 +103,17 @@ def test_aborts_and_failed_steps_leave_the_other_answers_right(
     prefix: bool,
     overlap: bool,
     host_blocks: int,
+    num_stages: int,
 ) -> None:
     made = [ask(f"r{i}", prompt, most, n=n) for i, (prompt, most, n) in enumerate(wanted)]
     scheduler = make_scheduler(
-        num_blocks=10 * len(groups) + spare, groups=groups, prefix=prefix, host_blocks=host_blocks
+        num_blocks=10 * len(groups) + spare,
+        groups=groups,
+        prefix=prefix,
+        host_blocks=host_blocks,
+        num_stages=num_stages,
     )
-    loop = Loop(scheduler, FakeExecutor(scheduler.cache, 4), overlap=overlap)
+    loop = Loop(scheduler, FakeExecutor(scheduler.cache, 4, staged=num_stages > 1), overlap=overlap)
     answers = [seq for request in made for seq in scheduler.submit(request, 0.0)]
     for number in range(2000):
         for which, when in aborts:

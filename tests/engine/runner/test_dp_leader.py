@@ -18,7 +18,7 @@ from armillary.engine.engine import Completion
 from armillary.engine.llm import LLM
 from armillary.engine.request.pooling import Pooling
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.engine.runner import dp_leader
+from armillary.engine.runner import step_reports
 from armillary.engine.runner.executor import Launched
 from armillary.engine.runner.linear.linear_formats import Int8Units
 from armillary.engine.runner.rank_layout import check_division
@@ -170,7 +170,7 @@ def unreported(where: str) -> str:
     table = replace(TABLE, dp_attention=2)
     with join_world("cpu") as world, pytest.MonkeyPatch.context() as monkeypatch:
         llm = LLM(where, table, world=world)
-        monkeypatch.setattr(dp_leader, "_report", broken)
+        monkeypatch.setattr(step_reports, "_report", broken)
         try:
             if world.rank:
                 llm.follow()
@@ -304,7 +304,6 @@ def test_reports_travel_as_bytes() -> None:
         ({"max_adapters": 1}, "LoRA adapters"),
         ({"kv_host_bytes": 100}, "serve.kv_host_bytes=100"),
         ({"batching": "static"}, "serve.batching=static"),
-        ({"prefill_slowdown": 2.0}, r"serve.prefill_slowdown \(take serve.prefill_tokens\)"),
         ({"emulate": True}, "serve.emulate"),
     ],
     ids=str,

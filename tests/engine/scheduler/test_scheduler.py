@@ -252,7 +252,7 @@ def test_no_more_than_one_decision_is_ahead_and_they_come_back_in_order() -> Non
     scheduler = make_scheduler()
     start(scheduler, "a")
     first, second = scheduler.schedule(0.0), scheduler.schedule(0.0)
-    with pytest.raises(AssertionError, match="step before last"):
+    with pytest.raises(AssertionError, match="the oldest step first"):
         scheduler.schedule(0.0)
     with pytest.raises(AssertionError, match="in the order"):
         scheduler.update(second, [5], 0.0)

@@ -77,13 +77,20 @@ requests = st.lists(
     spare=st.integers(0, 12),
     prefix=st.booleans(),
     overlap=st.booleans(),
+    num_stages=st.sampled_from([1, 1, 2, 3]),
     seed=st.integers(0, 99),
 )
 def test_answers_are_those_without_drafts(
-    wanted: list[tuple[list[int], int, int]], groups: Any, spare: int, prefix: bool, overlap: bool, seed: int
+    wanted: list[tuple[list[int], int, int]],
+    groups: Any,
+    spare: int,
+    prefix: bool,
+    overlap: bool,
+    num_stages: int,
+    seed: int,
 ) -> None:
     made = [ask(f"r{i}", prompt, most, n=n) for i, (prompt, most, n) in enumerate(wanted)]
-    scheduler = make_scheduler(num_blocks=10 * len(groups) + spare, groups=groups, prefix=prefix)
+    scheduler = make_scheduler(num_blocks=10 * len(groups) + spare, groups=groups, prefix=prefix, num_stages=num_stages)
     with_oracle(scheduler, seed, groups)
     answers = run(scheduler, made, overlap=overlap)
     for request in made:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from armillary.errors import BadLayout
+from armillary.planning.serving import engine_layout as engine_layouts
 from armillary.planning.serving.engine_layout import engine_layout
 from armillary.planning.serving.serving_plan import serving_request
 from armillary.spec import catalogue
@@ -23,10 +24,16 @@ def chosen(tmp_path: Path, model: str, devices: int, **tables: Any) -> tuple[Lay
     return engine_layout(request, recipe.layout, devices)
 
 
-def test_stages_take_turns_so_that_tp_is_preferred(tmp_path: Path) -> None:
+def test_stages_lengthen_requests_so_that_tp_is_preferred(tmp_path: Path) -> None:
     layout, why = chosen(tmp_path, "llama-3.1-8b", 8)
     assert (layout.tp, layout.pp) == (8, 1)
-    assert why.startswith("tp=8") and why.count("requests/s") == 4
+    assert why.startswith("tp=4 × pp=2") and why.count("requests/s") == 4  # by a sixth
+
+
+def test_stages_that_promise_much_more_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_layouts, "_WORTH", 1.1)
+    layout, _ = chosen(tmp_path, "llama-3.1-8b", 8)
+    assert (layout.tp, layout.pp) == (4, 2)
 
 
 def test_stages_are_for_what_tp_does_not_divide(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from armillary.spec.tables.traffic import Traffic
 from tests.model.layers.test_attention_forms import small
 
 COST = StepCost(base_s=0.005, prefill_s=2e-5, decode_s=1e-4, context_s=1e-8)
+COSTS = (0.0, 1e-3), (1e-2, 0.0)
+"""seconds of a step, and of each token"""
 DECIDED = (
     "prefill_tokens",
     "decode_tokens",
@@ -317,3 +319,25 @@ def test_blocks_in_host_memory_are_found_again_for_the_time_of_their_copies() ->
     assert offloaded.gauges["kv_loaded_total"] >= 8 * 8
     assert alone.requests[-1]["ttft_s"] == pytest.approx(1.6, rel=0.05)
     assert 0.16 + 0.008 < offloaded.requests[-1]["ttft_s"] < 0.25  # a block computed, nine copied each way
+
+
+def throughput(num_stages: int, cost: StepCost, running: int) -> float:
+    """Tokens/s of requests that all wait at the start."""
+    arrivals = [Arrival(number=i, at_s=0.0, tokens_in=64, tokens_out=64, limit=64) for i in range(4 * running)]
+    limits = Settings(max_model_len=256, vocab=100, max_running=running, num_stages=num_stages)
+    return simulate(arrivals, System(settings=limits, num_blocks=4096, prefix=False), cost).gauges["tokens_out_per_s"]
+
+
+def test_stages_work_on_different_steps() -> None:
+    """Two stages of half a step each are nearly twice as fast as one step in flight where rows cost, and no slower
+    where only weights do."""
+    by_rows, by_weights = (StepCost(base_s=base, decode_s=row, prefill_s=row, waits=True) for base, row in COSTS)
+    for cost, least, most in ((by_rows, 1.65, 2.0), (by_weights, 0.99, 1.05)):
+        half = replace(cost, base_s=cost.base_s / 2, decode_s=cost.decode_s / 2, prefill_s=cost.prefill_s / 2)
+        assert least < throughput(2, half, 16) / throughput(1, cost, 16) < most
+
+
+def test_stages_are_not_idle_for_a_lack_of_requests_alone() -> None:
+    """A single request is as fast as with one step in flight."""
+    cost, half = StepCost(base_s=0.01, waits=True), StepCost(base_s=0.005, waits=True)
+    assert throughput(2, half, 1) == pytest.approx(throughput(1, cost, 1), rel=0.01)
