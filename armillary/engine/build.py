@@ -176,7 +176,8 @@ def _adapter_table(
         slots=0 if slots is None else slots.num_slots,
         serve=serve,
     )
-    executor.encoder.slot_of = table.slot_of
+    for encoder in leader.encoders if isinstance(leader, DpLeader) else [executor.encoder]:
+        encoder.slot_of = table.slot_of
     return table
 
 

@@ -85,8 +85,8 @@ def test_each_request_gets_the_tokens_of_its_merged_model(tmp_path: Path, family
     assert llm.engine.scheduler.totals.hits > 0
 
 
-def over_ranks(where: str) -> dict[str, list[list[int]]]:
-    table = Serve(**{**TABLE.__dict__, "adapters": f"{where}/loaded"})
+def over_ranks(where: str, **changes: Any) -> dict[str, list[list[int]]]:
+    table = Serve(**{**TABLE.__dict__, "adapters": f"{where}/loaded"} | changes)
     with join_world("cpu") as world, LLM(f"{where}/base", table, world=world, dtype="fp32") as llm:
         if world.rank:
             llm.follow()
@@ -102,6 +102,37 @@ def test_ranks_hold_their_shards(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(2, over_ranks, str(tmp_path))[0]
     wanted = {"": "base", "a": "merged0", "b": "merged1"}
     assert found == {name: merged_answers(tmp_path, folder) for name, folder in wanted.items()}
+
+
+def over_copies(where: str) -> dict[str, list[list[int]]]:
+    return over_ranks(where, dp_attention=2)
+
+
+def over_stages(where: str) -> dict[str, list[list[int]]]:
+    return over_ranks(where, pp=2)
+
+
+def test_copies_of_attention_have_them_whole(ranks: Ranks, tmp_path: Path) -> None:
+    """On the attention of a model with experts, which are divided."""
+    check_mixtral(ranks.run(2, over_copies, str(with_loaded(tmp_path)))[0], tmp_path)
+
+
+@pytest.mark.slow
+def test_stages_have_those_of_their_layers(ranks: Ranks, tmp_path: Path) -> None:
+    check_mixtral(ranks.run(2, over_stages, str(with_loaded(tmp_path)))[0], tmp_path)
+
+
+def with_loaded(where: Path) -> Path:
+    """A model with experts for two ranks, and two adapters to load at the start."""
+    seed = next(seed for seed in range(40) if can_be_cut("mixtral", seed))
+    for name, folder in zip("ab", make_adapters(where, "mixtral", on=("qkv", "out"), seed=seed), strict=True):
+        shutil.copytree(folder, where / "loaded" / name)
+    return where
+
+
+def check_mixtral(found: dict[str, list[list[int]]], where: Path) -> None:
+    wanted = {"": "base", "a": "merged0", "b": "merged1"}
+    assert found == {name: merged_answers(where, folder) for name, folder in wanted.items()}
 
 
 def test_an_unloaded_adapter_leaves_its_slot_to_another(tmp_path: Path) -> None:

@@ -55,11 +55,11 @@ class DpLeader(Leader):
         assert ranks.dp is not None
         self._tp, self._dp = ranks.tp.size, ranks.dp.size
         first = executor.encoder
-        self._encoders = [first, *(first.of_another_rank() for _ in range(self._dp - 1))]
+        self.encoders = [first, *(first.of_another_rank() for _ in range(self._dp - 1))]
 
     def launch(self, decision: Decision) -> DpLaunched:  # type: ignore[override]
         assert isinstance(decision, DpDecision)
-        steps = [encoder.encode(part) for encoder, part in zip(self._encoders, decision.parts, strict=True)]
+        steps = [encoder.encode(part) for encoder, part in zip(self.encoders, decision.parts, strict=True)]
         sizes = tuple(step.shape.tokens for step in steps)
         masks = [self.executor.masks(step, part) for step, part in zip(steps, decision.parts, strict=True)]
         for dp_rank, (step, own_masks) in enumerate(zip(steps, masks, strict=True)):

@@ -4,7 +4,7 @@ An executor, in this order, resets the rows of `admitted`, applies `table_update
 `copies` (reads all before it writes any), puts the tokens of `drafts` into their rows (its draft model proposes those
 that have none), computes `decodes` and `chunks`, and samples a token for every sequence of
 `sampling`. Decisions are executed in the order they are made; the inputs of a row are its tokens at the given
-positions, sampled ones included.
+positions, sampled ones included. With pipeline stages these are known when a step is decided.
 """
 
 from __future__ import annotations

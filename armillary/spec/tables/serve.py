@@ -40,8 +40,8 @@ class Serve:
     """compute threads on a CPU; none: one per core, in a server one fewer where decode steps spend more time in torch
     calls than in arithmetic: the server's own process and clients on the machine need a core"""
     pp: int = 1
-    """pipeline stages of layers, each on --tp devices; steps pass through them one after the other, so that stages are
-    for models that do not fit otherwise"""
+    """pipeline stages of layers, each on --tp devices; as many steps, of different requests, are in flight, so that
+    throughput grows with the stages and the latency of a request does not fall; max_running is of all together"""
     ep: int = 1
     """parts of the experts: as many groups of a stage's devices have whole experts of their own, instead of a part of
     every expert; it divides --tp, or --tp × dp_attention"""
@@ -224,7 +224,6 @@ class Serve:
             f"serve.pp={self.pp}": self.pp > 1,
             f"serve.speculate={self.speculate}": self.speculate != "none",
             f"serve.role={self.role}": self.role != "combined",
-            "LoRA adapters": bool(self.adapters or self.max_adapters),
             f"serve.kv_host_bytes={self.kv_host_bytes}": self.kv_host_bytes > 0,
             f"serve.batching={self.batching}": self.batching != "continuous",
             "serve.emulate": self.emulate,

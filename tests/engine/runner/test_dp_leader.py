@@ -301,7 +301,6 @@ def test_reports_travel_as_bytes() -> None:
         ({"pp": 2}, "serve.pp=2"),
         ({"speculate": "ngram"}, "serve.speculate=ngram"),
         ({"role": "prefill", "prefill": "here:1"}, "serve.role=prefill"),
-        ({"max_adapters": 1}, "LoRA adapters"),
         ({"kv_host_bytes": 100}, "serve.kv_host_bytes=100"),
         ({"batching": "static"}, "serve.batching=static"),
         ({"emulate": True}, "serve.emulate"),

@@ -16,6 +16,7 @@ from armillary.engine.scheduler.invariants import check_idle
 from armillary.engine.scheduler.settings import Settings
 from armillary.engine.scheduler.step_loop import Loop
 from tests.engine.fake import EOS, VOCAB, FakeExecutor, ask, expected
+from tests.engine.scheduler.test_prefill_pacing import Device
 
 
 def make_scheduler(num_ranks: int = 2, num_blocks: int = 12, *, prefix: bool = True, **settings: Any) -> DpScheduler:
@@ -219,3 +220,49 @@ def test_prefill_is_limited_while_another_rank_decodes() -> None:
     scheduler.submit(ask("prompt", [4] * 20), 1.0)
     decision = scheduler.schedule(1.0)
     assert [len(part.decodes) for part in decision.parts] == [1, 0] and decision.num_prefill_tokens == 4
+
+
+@pytest.mark.parametrize("long_prompts", [1, 2])
+def test_steps_of_all_ranks_keep_the_pace(long_prompts: int) -> None:
+    """A stream on one rank, long prompts on one or both: the longest step over one without prompts."""
+    free, streamed, chosen = (
+        make_scheduler(2, 3000, max_model_len=6400, max_tokens_per_step=1024, check_every=50, **more)
+        for more in ({}, {}, {"prefill_slowdown": 3.0})
+    )
+    streamed.stream()
+    assert longest_step(free, long_prompts) > 4
+    assert longest_step(streamed, long_prompts) < 2.4
+    assert 2.6 < longest_step(chosen, long_prompts) < 3.4
+
+
+def longest_step(scheduler: DpScheduler, long_prompts: int) -> float:
+    device, now, longest, left = Device(5e-3, 2e-5, 2e-9), 0.0, 0.0, 6000 * long_prompts
+    for i in range(4):
+        scheduler.submit(ask(f"stream {i}", [2, 3, 4 + i], 900, ignore_eos=True), now)
+    for turn in range(300):
+        for i in range(long_prompts if turn == 12 else 0):
+            scheduler.submit(ask(f"long {i}", [2 + (j + i) % 40 for j in range(6000)], 1), now)
+        decision = scheduler.schedule(now)
+        took = device.seconds(len(decision.decodes), [(chunk.start, chunk.size) for chunk in decision.chunks])
+        now += took
+        left -= decision.num_prefill_tokens * (turn >= 12)
+        scheduler.update(decision, [3] * len(decision.sampling), now)
+        longest = max(longest, took) if turn >= 12 else 0.0
+    assert left <= 0, "the prompts are computed"
+    return longest / device.seconds(4, [])
+
+
+def test_the_default_limit_gives_way_where_more_wait_on_all_ranks_than_decode() -> None:
+    for waiting, paced in ((3, True), (12, False)):
+        scheduler = make_scheduler(2, 400, max_model_len=400, max_tokens_per_step=1024, max_running=16)
+        scheduler.stream()
+        for i in range(4):
+            scheduler.submit(ask(f"stream {i}", [2, 3, 4 + i], 300, ignore_eos=True), 0.0)
+        for turn in range(8):
+            decision = scheduler.schedule(5e-3 * turn)
+            scheduler.update(decision, [3] * len(decision.sampling), 5e-3 * (turn + 1))
+        for i in range(waiting):
+            scheduler.submit(ask(f"r{i}", [5 + i % 20] * 90, 4), 0.1)
+        decision = scheduler.schedule(0.1)
+        assert len(decision.decodes) == 4
+        assert decision.num_prefill_tokens <= 64 if paced else decision.num_prefill_tokens > 500

@@ -341,3 +341,17 @@ def test_stages_are_not_idle_for_a_lack_of_requests_alone() -> None:
     """A single request is as fast as with one step in flight."""
     cost, half = StepCost(base_s=0.01, waits=True), StepCost(base_s=0.005, waits=True)
     assert throughput(2, half, 1) == pytest.approx(throughput(1, cost, 1), rel=0.01)
+
+
+def test_prompts_in_other_steps_keep_the_pace_of_streams() -> None:
+    """Two streams on two stages beside long prompts: the longest gap over the gap alone."""
+    cost = StepCost(base_s=5e-3, prefill_s=2e-5, waits=True)
+    streams = [Arrival(number=i, at_s=0.0, tokens_in=16, tokens_out=300, limit=300) for i in (1, 2)]
+    prompts = [Arrival(number=i, at_s=0.5, tokens_in=4000, tokens_out=1, limit=1) for i in (3, 4)]
+    limits = Settings(max_model_len=8192, vocab=100, max_running=8, num_stages=2)
+
+    def longest(streamed: bool) -> float:
+        system = System(settings=limits, num_blocks=4096, prefix=False, streamed=streamed)
+        return max(request.get("itl_max_s", 0.0) for request in simulate(streams + prompts, system, cost).requests)
+
+    assert longest(False) > 4 * 0.01 and longest(True) < 2.3 * 0.01
