@@ -113,8 +113,8 @@ def serve(
     if devices is not None:
         if tp is not None or asked.serve.pp > 1 or place.count > 1:
             raise BadInput("--devices is divided by the planner; leave out --tp, serve.pp and serve.nodes, or it")
-        tp, pp = choose_layout(home, source, asked, dtype, devices=devices, device=device, say=say)
-        asked = replace(asked, serve=replace(asked.serve, pp=pp))
+        tp, serve_table = choose_layout(home, source, asked, dtype, devices=devices, device=device, say=say)
+        asked = replace(asked, serve=serve_table)
     tp = tp or 1
     ranks = asked.serve.ranks(tp)
     refuse_on_nodes(asked.serve, place, ranks, follows=follow is not None)

@@ -12,6 +12,7 @@ from armillary.errors import ArmillaryError, BadInput
 from armillary.spec.hardware import Cluster
 from armillary.spec.plan import Plan
 from armillary.spec.recipe import Recipe, to_dict
+from armillary.spec.tables.serve import Serve
 from armillary.spec.tables.traffic import Traffic
 from armillary.store.home import Home
 from armillary.store.resolve_model import ModelSource
@@ -88,8 +89,6 @@ def _predicted(
 ) -> tuple[dict[str, float], tuple[str, ...]]:
     """One replica at the recipe's traffic, which its scheduler plays; nothing where the planner says that this cannot
     be."""
-    if recipe.serve.dp_attention > 1:
-        return {}, ("nothing is predicted: data-parallel attention is not priced yet",)
     from armillary.planning.serving.deployment_options import from_layout
     from armillary.planning.serving.queueing import operating_point
     from armillary.planning.serving.serving_plan import serving_request
@@ -120,15 +119,12 @@ def resolve_dtype(home: Home, source: ModelSource, asked: Recipe, device: str | 
 
 def choose_layout(
     home: Home, source: ModelSource, asked: Recipe, dtype: Resolved, *, devices: int, device: str | None, say: Say
-) -> tuple[int, int]:
-    """(tp, pp) on so many devices for the recipe's traffic, as the planner prices them; with dp_attention, of each
-    copy."""
+) -> tuple[int, Serve]:
+    """(tp, the recipe's [serve] with stages or copies of attention) on so many devices for the recipe's traffic, as the
+    planner prices them."""
     copies = asked.serve.dp_attention
-    if copies > 1:
-        if devices % copies:
-            raise BadInput(f"--devices {devices} are not a multiple of serve.dp_attention={copies}; change one of them")
-        say(f"layout tp={devices // copies} × dp_attention={copies}: as asked, which the planner does not price yet")
-        return devices // copies, 1
+    if devices % copies:
+        raise BadInput(f"--devices {devices} are not a multiple of serve.dp_attention={copies}; change one of them")
     from armillary.machine.machine import here
     from armillary.planning.serving.engine_layout import engine_layout
     from armillary.planning.serving.serving_plan import serving_request
@@ -138,8 +134,12 @@ def choose_layout(
     recipe = replace(asked, layout=layout, serve=with_dtype(asked.serve, dtype))
     request = serving_request(recipe, source.config, here(device=device), home)
     chosen, why = engine_layout(request, layout, devices)
-    say(f"layout {chosen.text('tp', 'pp')}: {why}")
-    return chosen.tp, chosen.pp
+    say(f"layout {chosen.text()}: {why}")
+    serve = replace(asked.serve, pp=chosen.pp)
+    if chosen.copies > copies:  # which were not asked for
+        groups = chosen.expert_groups(source.config) or 1
+        serve = replace(serve, dp_attention=chosen.copies, ep=serve.ep if serve.ep > 1 else groups)
+    return chosen.tp, serve
 
 
 def resolve_threads(

@@ -18,7 +18,6 @@ from armillary.engine.cache.kv_capacity import KVPlan, plan_kv
 from armillary.engine.engine import Engine, Record
 from armillary.engine.output.output_text import NoText, OutputProcessor
 from armillary.engine.runner.adapter_slots import AdapterSlots
-from armillary.engine.runner.dp_leader import DpLeader, gather_tokens
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.kv_memory_budget import kv_budget
 from armillary.engine.runner.linear.linear_formats import (
@@ -39,7 +38,8 @@ from armillary.engine.runner.linear.native_linear import run_native, run_native_
 from armillary.engine.runner.linear.packed_cpu import run_integers
 from armillary.engine.runner.linear.sparse_linear import to_sparse
 from armillary.engine.runner.rank_layout import RankLayout
-from armillary.engine.runner.stage_leader import StageLeader
+from armillary.engine.runner.ranks.dp_leader import DpLeader, gather_tokens
+from armillary.engine.runner.ranks.stage_leader import StageLeader
 from armillary.engine.runner.tensor_parallel import Leader, local_kv_heads, shard
 from armillary.engine.scheduler.decision import StepWork
 from armillary.engine.scheduler.dp_scheduler import DpScheduler
@@ -223,7 +223,7 @@ def make_executor(
         max_model_len=settings.max_model_len,
         max_tokens=settings.max_tokens_per_step,
         new_seed=lambda: rng.getrandbits(61),
-        graphs=serve.graphs and (ranks is None or ranks.dp is None),
+        graphs=serve.graphs,
         kv_dtype=kv_dtype,
         kv_heads=local_kv_heads(model.config, tp),
         ranks=tp,

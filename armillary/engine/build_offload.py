@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from armillary.engine.cache.kv_offload import OffloadCosts
-from armillary.engine.runner.executor import FastExecutor, null_step
-from armillary.engine.runner.step_input import Shape
+from armillary.engine.runner.executor import FastExecutor
+from armillary.engine.runner.step_input import Shape, null_step
 
 _BLOCKS = 16
 _TOKENS = {"cuda": 1024, "cpu": 32}

@@ -24,8 +24,8 @@ from armillary.engine.output.structured import Structures
 from armillary.engine.request.request import Request
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.runner.rank_layout import RankLayout, rank_layout
+from armillary.engine.runner.ranks.step_reports import StepReports
 from armillary.engine.runner.sharded_weights import load_shard
-from armillary.engine.runner.step_reports import StepReports
 from armillary.engine.runner.tensor_parallel import Leader, Obeys, follow
 from armillary.engine.scheduler.request_checks import MakeConstraint
 from armillary.errors import BadInput

@@ -20,7 +20,7 @@ from armillary.diagnosis.evidence.thresholds import (
 from armillary.engine.cache.kv_capacity import KVPlan, plan_kv
 from armillary.engine.scheduler.settings import settings_for
 from armillary.planning.simulation.replayed_requests import Arrival, recorded
-from armillary.planning.simulation.simulated_engine import Simulated, System, simulate
+from armillary.planning.simulation.simulated_engine import Simulated, System, pooled, simulate
 from armillary.planning.simulation.step_cost import StepCost
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve
@@ -103,17 +103,6 @@ class Replay:
         """How far the simulated run lies from the measured one."""
         now, measured = self.simulated().gauges.get(gauge), self.service.reading.get(gauge)
         return abs(now - measured) / measured if now is not None and measured else None
-
-
-def pooled(serve: Serve) -> Serve:
-    """Copies of attention (serve.dp_attention) as one with the rows and tokens of all, as steps are recorded."""
-    copies = serve.dp_attention
-    return replace(
-        serve,
-        max_running=serve.max_running * copies,
-        max_tokens_per_step=serve.max_tokens_per_step * copies,
-        prefill_tokens=None if serve.prefill_tokens is None else serve.prefill_tokens * copies,
-    )
 
 
 Change = dict[str, Any]

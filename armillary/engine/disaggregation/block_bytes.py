@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.runner.device_state import DeviceRows
+from armillary.engine.runner.draft_head import DraftHead
+from armillary.engine.runner.draft_model import DraftModel
 from armillary.engine.scheduler.decision import as_one
 from armillary.spec.model import ModelConfig
 
@@ -47,25 +50,30 @@ class Payload:
 
 
 class BlockBytes:
-    """Reads and writes blocks between two steps, in the engine's thread. A block is its layers one after the other."""
+    """Reads and writes blocks between two steps, in the engine's thread. A block is its layers one after the other, and
+    where a draft head reads them the hidden states of its tokens. Keys and values of the draft itself are not sent: it
+    computes a sequence from its beginning when it first drafts for it."""
 
-    def __init__(self, rows: DeviceRows, cache: KVCache) -> None:
-        self._rows, self._cache = rows, cache
+    def __init__(self, rows: DeviceRows, cache: KVCache, draft: DraftModel | None = None) -> None:
+        self._rows, self._cache, self._draft = rows, cache, draft
+        self._hidden = draft.hidden.rows if isinstance(draft, DraftHead) else None
         self._free: list[torch.Tensor] = []  # host memory of payloads that were sent; any thread adds to it
 
     def block_bytes(self, heads: range | None = None) -> int:
         """Of these heads of a block, none: all that this rank has."""
-        blocks = self._part(heads)
-        return int(blocks[:, 0].numel() * blocks.element_size())
+        return sum(map(_bytes_of, self._parts(heads)))
 
     def whole_bytes(self, kv_heads: int, ranks: int) -> int:
         """Of a block with the heads of all ranks."""
-        return self.block_bytes() * min(kv_heads, ranks)
+        own, *hidden = map(_bytes_of, self._parts(None))
+        return own * min(kv_heads, ranks) + sum(hidden)
 
-    def _part(self, heads: range | None) -> torch.Tensor:
-        """A view of the blocks [L, block, 2, head, token, dim]; latents [L, block, token, dim] have no heads."""
+    def _parts(self, heads: range | None) -> list[torch.Tensor]:
+        """Views of the blocks [L, block, 2, head, token, dim], latents [L, block, token, dim], which have no heads, and
+        hidden states [1, block, token, dim]."""
         blocks = self._rows.blocks
-        return blocks if heads is None or blocks.dim() == 4 else blocks[:, :, :, heads.start : heads.stop]
+        own = blocks if heads is None or blocks.dim() == 4 else blocks[:, :, :, heads.start : heads.stop]
+        return [own] if self._hidden is None else [own, self._hidden.blocks]
 
     @property
     def device(self) -> torch.device:
@@ -82,17 +90,29 @@ class BlockBytes:
         """Start to copy blocks, or these heads of them, into a slot of `shared` memory where there is one; on a GPU the
         copy runs beside the next step. On a CPU one block is copied after the other: its heads are apart in memory, and
         an index over blocks copies them at a twentieth of the speed."""
-        own_LC, size = self._part(heads), len(blocks) * self.block_bytes(heads)
+        size = len(blocks) * self.block_bytes(heads)
         slot, memory = shared or (None, self._host_memory(size))
-        host_CL = memory[:size].view(own_LC.dtype).view(len(blocks), own_LC.shape[0], *own_LC.shape[2:])
-        if not own_LC.is_cuda:
+        for own_LC, host_CL in self._sections(memory[:size], heads, len(blocks)):
+            if own_LC.is_cuda:
+                host_CL.copy_(own_LC[:, self._index(blocks)].transpose(0, 1).contiguous(), non_blocking=True)
+                continue
             for copied_L, block in zip(host_CL, blocks, strict=True):
                 copied_L.copy_(own_LC[:, block])
+        if self.in_host_memory:
             return Payload(memory, size, self._free if slot is None else None, None, slot)
-        host_CL.copy_(own_LC[:, self._index(blocks)].transpose(0, 1).contiguous(), non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
         return Payload(memory, size, self._free, copied)
+
+    def _sections(
+        self, data: torch.Tensor, heads: range | None, count: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(own blocks, where so many of them are in bytes [C, L, …]), part by part."""
+        at = 0
+        for own_LC in self._parts(heads):
+            end = at + count * _bytes_of(own_LC)
+            yield own_LC, data[at:end].view(own_LC.dtype).view(count, own_LC.shape[0], *own_LC.shape[2:])
+            at = end
 
     def _host_memory(self, size: int) -> torch.Tensor:
         while self._free:
@@ -111,22 +131,23 @@ class BlockBytes:
     def copy(self, copies: list[int]) -> None:
         """Do `decided_copies`, before anything overwrites what they read."""
         if copies:
-            self._rows.copy_blocks(np.array(copies, dtype=np.int32).reshape(2, -1))
+            numbers = np.array(copies, dtype=np.int32).reshape(2, -1)
+            self._rows.copy_blocks(numbers)
+            if self._draft is not None:
+                self._draft.copy_blocks(numbers)
 
     def write(self, blocks: list[int], data: memoryview, chosen: list[int], heads: range | None = None) -> None:
         """Write these heads of the blocks at places `chosen` of `data`."""
-        own_LC = self._part(heads)
         if not blocks:
             return
-        given_CL = torch.frombuffer(data, dtype=torch.uint8).view(own_LC.dtype)
-        given_CL = given_CL.view(-1, own_LC.shape[0], *own_LC.shape[2:])
-        if not own_LC.is_cuda:
+        count = len(data) // self.block_bytes(heads)
+        for own_LC, given_CL in self._sections(torch.frombuffer(data, dtype=torch.uint8), heads, count):
+            if own_LC.is_cuda:
+                wanted_CL = given_CL[torch.tensor(chosen)] if len(chosen) < count else given_CL
+                own_LC[:, self._index(blocks)] = wanted_CL.to(own_LC.device).transpose(0, 1)
+                continue
             for block, place in zip(blocks, chosen, strict=True):
                 own_LC[:, block].copy_(given_CL[place])
-            return
-        if len(chosen) < len(given_CL):
-            given_CL = given_CL[torch.tensor(chosen)]
-        own_LC[:, self._index(blocks)] = given_CL.to(own_LC.device).transpose(0, 1)
 
     def _index(self, blocks: list[int]) -> torch.Tensor:
         return torch.tensor(blocks, device=self._rows.device)
@@ -139,7 +160,13 @@ class BlockBytes:
         each = tuple(blocks.shape[4:] if in_heads else blocks.shape[2:])
         groups = [(group.sees, group.reach, group.layers) for group in self._cache.groups]
         by_ranks = ranks if in_heads and (blocks.element_size() == 1 or in_pairs) else "any"
-        return f"{blocks.shape[0]} {each} {blocks.dtype} {self._cache.block_tokens} {groups} {by_ranks}"
+        hidden = "" if self._hidden is None else f" hidden states {self._hidden.blocks.dtype}"
+        return f"{blocks.shape[0]} {each} {blocks.dtype} {self._cache.block_tokens} {groups} {by_ranks}{hidden}"
+
+
+def _bytes_of(blocks_LC: torch.Tensor) -> int:
+    """Of one block."""
+    return int(blocks_LC[:, 0].numel() * blocks_LC.element_size())
 
 
 def fingerprint(config: ModelConfig, folder: Path, weights: str, layout: str) -> bytes:

@@ -43,7 +43,7 @@ class DecodePeer:
         self._side, self._sock = side, sock
         fingerprint, ranks = wire.read_hello(hello)
         if fingerprint != side.fingerprint:
-            raise PeerGone("it serves another model, dtype or block size")
+            raise PeerGone("it serves another model, dtype or block size, or drafts with another head")
         self.key = secrets.token_bytes(16)
         self._links = side.open(self, ranks)
         self._sender = self._links.by_rank[0].sender

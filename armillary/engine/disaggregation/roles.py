@@ -12,6 +12,7 @@ from armillary.engine.disaggregation.prefill_rank import PrefillRank
 from armillary.engine.disaggregation.prefill_side import PrefillSide
 from armillary.engine.engine import Engine
 from armillary.engine.engine_thread import EngineThread
+from armillary.engine.runner.draft_model import DraftModel
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.step_bytes import RankMessage
 from armillary.engine.runner.tensor_parallel import Leader
@@ -83,7 +84,9 @@ def _parts(
         raise BadInput(f"{config.name} has recurrent states, which blocks do not hold; leave serve.role=combined")
     if engine.scheduler.settings.rope_switch is not None:
         raise BadInput(f"{config.name} changes its RoPE with the length of a prompt; leave serve.role=combined")
-    blocks, kv_heads = BlockBytes(executor.rows, cache), _kv_heads(config)
+    draft = executor.draft_model
+    assert draft is None or isinstance(draft, DraftModel)
+    blocks, kv_heads = BlockBytes(executor.rows, cache, draft), _kv_heads(config)
     if serve.role == "decode":
         return executor, blocks, DecodeRank(blocks, group=group, kv_heads=kv_heads, address=serve.prefill)
     rank, ranks = (0, 1) if group is None else (group.rank, group.size)

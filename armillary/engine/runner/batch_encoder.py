@@ -5,13 +5,15 @@ It keeps a copy of the block tables on the host, so that a step's slots are look
 
 from array import array
 from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import numpy as np
 
 from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.runner.pooled_prompts import pooled_chunks
-from armillary.engine.runner.step_input import Admitted, Extra, Ints, PromptLogprobs, Shape, Step
+from armillary.engine.runner.step_input import Admitted, Extra, Ints, PromptLogprobs, Shape, Step, null_step
 from armillary.engine.scheduler.decision import Decision
 
 Fit = Callable[[int, int, bool], tuple[int, int]]  # (tokens, sequences, decodes only) -> the same, padded
@@ -64,21 +66,29 @@ class Encoder:
             long_rope=self._long_rope,
         )
 
-    def encode(self, decision: Decision) -> Step:
-        """The step; padding uses the null row, one past the last."""
+    @property
+    def pads(self) -> bool:
+        """Whether steps are padded to the shapes of CUDA graphs."""
+        return self.fit is not unpadded
+
+    def common_shape(self, decisions: Items[Decision]) -> Shape:
+        """One that holds the steps of several dp ranks."""
+        decodes_only = not any(decision.chunks for decision in decisions)
+        tokens = max(decision.num_tokens for decision in decisions)
+        rows = max(len(decision.decodes) + len(decision.chunks) for decision in decisions)
+        return Shape(*self.fit(tokens, rows, decodes_only), self.groups, decodes_only)
+
+    def encode(self, decision: Decision, common: Shape | None = None) -> Step:
+        """The step, in a shape that it has in `common` with others where given; padding uses the null row, one past the
+        last."""
         table_updates = self._table_updates(decision)
         admitted = [self._admitted(seq) for seq in decision.admitted]
-        num_decodes, decodes_only = len(decision.decodes), not decision.chunks
-        shape = Shape(
-            *self.fit(decision.num_tokens, num_decodes + len(decision.chunks), decodes_only),
-            self.groups,
-            decodes_only,
-            decodes_only and bool(decision.drafts),
-            self._adapts(decision),
-        )
+        shape, adapts = common or self.common_shape([decision]), self._adapts(decision)
+        if decision.drafts or adapts:
+            shape = replace(shape, drafts=bool(decision.drafts) and shape.decodes, adapters=adapts)
         copies = np.array(decision.copies, dtype=np.int32).reshape(-1, 2).T if decision.copies else _NOTHING
-        quick = decodes_only and not self._long_rope
-        ints = self._decodes(shape, decision) if quick else np.zeros(shape.size, dtype=np.int32)
+        quick = shape.decodes and not self._long_rope and not decision.empty
+        ints = self._decodes(shape, decision) if quick else null_step(shape, self.max_running)
         step = Step(
             shape=shape,
             ints=ints,
@@ -87,8 +97,9 @@ class Encoder:
             copies=copies,
             drafts=_drafts(decision) if decision.drafts else None,
             draws=bool(decision.sampling),
+            is_empty=decision.empty,
         )
-        if not quick:
+        if not quick and not decision.empty:
             self._fill(step, decision)
         step.extras = self._extras(decision)
         step.prompts = _prompt_logprobs(decision)

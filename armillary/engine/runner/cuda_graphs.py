@@ -27,6 +27,8 @@ class Steps:
     """Runs `compute` eagerly."""
 
     fit: Fit = staticmethod(unpadded)
+    captures_later = True
+    """whether shapes that were not captured at the start are when they come a second time"""
 
     def __init__(self, compute: Compute, send: Callable[[Any], Tensor]) -> None:
         self._compute, self._send = compute, send
@@ -81,7 +83,8 @@ class GraphSteps(Steps):
     def run(self, shape: Shape, quick: bool, ints: Any) -> Any:
         """The graph of this shape; its results are overwritten by the next step."""
         key = (shape, quick)
-        if key not in self._graphs and (key not in self._seen or not self._captured(shape, quick)):
+        is_known = key in self._seen and self.captures_later
+        if key not in self._graphs and not (is_known and self._captured(shape, quick)):
             self._seen.add(key)
             return self._compute(shape, quick, self._load(shape, ints))
         self._load(shape, ints)

@@ -17,7 +17,7 @@ from torch import Tensor
 from armillary.engine.runner.device_state import DeviceRows
 from armillary.engine.runner.draft_model import DraftModel
 from armillary.engine.runner.executor import FastExecutor
-from armillary.engine.runner.step_input import Inputs, Shape, Step
+from armillary.engine.runner.step_input import Inputs, Ints, Shape
 from armillary.model.multi_token import MtpLayer
 from armillary.model.transformer import Transformer
 
@@ -96,10 +96,9 @@ class DraftHead(DraftModel):
         super().allocate(num_blocks, host_blocks)
         self.hidden.rows.allocate(num_blocks, host_blocks)
 
-    def take(self, step: Step) -> None:
-        super().take(step)
-        if step.copies.size:
-            self.hidden.rows.copy_blocks(step.copies)
+    def copy_blocks(self, copies: Ints) -> None:
+        super().copy_blocks(copies)
+        self.hidden.rows.copy_blocks(copies)
 
 
 def _as_model(layer: MtpLayer, target: Transformer) -> Transformer:

@@ -69,7 +69,10 @@ class DraftModel:
     def take(self, step: Step) -> None:
         """Copy the blocks that the target copies."""
         if step.copies.size:
-            self.executor.rows.copy_blocks(step.copies)
+            self.copy_blocks(step.copies)
+
+    def copy_blocks(self, copies: Ints) -> None:
+        self.executor.rows.copy_blocks(copies)
 
     def encode(self, drafts: Items[Draft]) -> list[tuple[Shape, Ints]]:
         """The passes that propose `drafts`."""

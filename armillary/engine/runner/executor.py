@@ -9,7 +9,6 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from armillary.engine.runner.forward import Forward, layer_places
 from armillary.engine.runner.pooled_prompts import pool, store_pooled
 from armillary.engine.runner.recurrent_states import make_states
 from armillary.engine.runner.sampler import DeviceSampler, Masks
-from armillary.engine.runner.step_input import Ints, Shape, Step, gathered, inputs_of
+from armillary.engine.runner.step_input import Ints, Shape, Step, gathered, inputs_of, null_step
 from armillary.engine.runner.step_results import sampled_sequence, set_drafts, store_logprobs, store_prompt_logprobs
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.settings import rope_switch
@@ -160,6 +159,12 @@ class FastExecutor:
             null=lambda shape: null_step(shape, self.max_running),
         )
 
+    @property
+    def pads_alike(self) -> bool:
+        """Whether the steps of all dp ranks are padded to one shape, so that what they exchange has one, too: they run
+        as CUDA graphs."""
+        return self.forward.gathered_tokens is not None and self.encoder.pads
+
     def warm(self) -> int:
         """Capture CUDA graphs before the first request; returns their number."""
         with torch.inference_mode():
@@ -216,7 +221,7 @@ class FastExecutor:
         """Run an encoded step; `masks` where another rank has computed them."""
         self.rows.take(step)
         launched = Launched(decision=decision, step=step)
-        if not step.shape.tokens:
+        if not step.shape.tokens:  # on this dp rank
             self.forward.run_experts_only()
             return self._sent(launched)
         if self.draft_model is not None:
@@ -237,7 +242,7 @@ class FastExecutor:
             logits_BV = self.forward.logits(gathered(inputs, hidden_TH)) if step.draws else None
             launched.pooled = pool(self.forward, step, hidden_TH, logits_BV) if step.pooled else None
         else:
-            quick = step.draws and not step.extras
+            quick = (step.draws or self.pads_alike) and not step.extras
             result = self.steps.run(step.shape, quick, step.ints)
             launched.tokens_B, logits_BV = (result, None) if quick else (None, result)
         if step.draws and logits_BV is not None:
@@ -318,17 +323,6 @@ class FastExecutor:
             store_logprobs(decision, launched.step, launched.logprobs, tokens)
         first = len(decision.decodes)
         return tokens[:first] + [tokens[first + i] for i, chunk in enumerate(decision.chunks) if chunk.samples]
-
-
-def null_step(shape: Shape, null_row: int) -> Any:
-    """A step of padding only."""
-    ints: Ints = np.zeros(shape.size, dtype=np.int32)
-    for name, (at, size) in shape.parts().items():
-        if name in ("rows_T", "rows_B", "writes_B"):
-            ints[at : at + size] = null_row
-        elif name == "slots_GT":
-            ints[at : at + size] = -1
-    return ints
 
 
 def _to_host(tensor: Tensor | None) -> Tensor | None:

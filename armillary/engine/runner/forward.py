@@ -20,10 +20,10 @@ from armillary.engine.runner.latent_layer import attend_latents
 from armillary.engine.runner.layer import Layer, full_qk_norm, make_layer, without_gates
 from armillary.engine.runner.linear.linear_fn import Dense, LinearFn, linear_fn, run_fused
 from armillary.engine.runner.mixture_layer import run_mixture, run_small_mixture
-from armillary.engine.runner.pipeline import Pipeline
+from armillary.engine.runner.ranks.pipeline import Pipeline
+from armillary.engine.runner.ranks.token_gather import GatheredTokens, run_without_tokens
 from armillary.engine.runner.rotary_tables import angle_tables, query_factors
 from armillary.engine.runner.step_input import Inputs, Shape, gathered, inputs_of
-from armillary.engine.runner.token_gather import GatheredTokens, run_without_tokens
 from armillary.kernels.delta.delta_rows import RowBatch
 from armillary.kernels.gemm.skinny import MAX_TOKENS
 from armillary.kernels.latent.latent_forms import LatentBatch, latent_batch, most_absorbed
@@ -116,6 +116,8 @@ class Forward:
         """[T, H], before the last norm; only of the `wanted` tokens where given."""
         shape, (tokens_T, tables_GBP, cos_sin) = inputs.shape, self._gathered(inputs)
         x = self._into_stage(inputs, tokens_T)
+        if self.gathered_tokens is not None:
+            self.gathered_tokens.num_live = inputs.narrow("starts")[-1:]
         batches = [self._batch(inputs, tables_BP, len(x)) for tables_BP in tables_GBP]
         slots_GT = inputs.long("slots_GT").view(shape.groups, -1)
         row_batch = None if self.rows.states is None else _row_batch(inputs)

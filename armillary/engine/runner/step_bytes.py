@@ -122,6 +122,7 @@ def _step_header(step: Step) -> dict[str, Any]:
         "prompts": [asdict(wanted) for wanted in step.prompts],
         "pooled": [asdict(pooled) for pooled in step.pooled],
         "draws": step.draws,
+        "is_empty": step.is_empty,
     }
 
 
@@ -157,6 +158,7 @@ def _step(header: dict[str, Any], at: _Reader) -> Step:
         prompts=[PromptLogprobs(**{**each, "targets": tuple(each["targets"])}) for each in header["prompts"]],
         pooled=[PooledTokens(**{**each, "pooling": _pooling(each["pooling"])}) for each in header["pooled"]],
         draws=header["draws"],
+        is_empty=header["is_empty"],
         passes=[(shape, at.ints(shape.size)) for shape in shapes],
     )
 

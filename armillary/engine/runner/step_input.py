@@ -64,6 +64,17 @@ def _parts(shape: Shape) -> dict[str, tuple[int, int]]:
     return places
 
 
+def null_step(shape: Shape, null_row: int) -> Ints:
+    """A step of padding only."""
+    ints: Ints = np.zeros(shape.size, dtype=np.int32)
+    for name, (at, size) in shape.parts().items():
+        if name in ("rows_T", "rows_B", "writes_B"):
+            ints[at : at + size] = null_row
+        elif name == "slots_GT":
+            ints[at : at + size] = -1
+    return ints
+
+
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
     """A new row."""
@@ -127,6 +138,7 @@ class Step:
     prompts: list[PromptLogprobs] = field(default_factory=list)
     pooled: list[PooledTokens] = field(default_factory=list)
     draws: bool = True
+    is_empty: bool = False  # no sequence: padding alone, or with a shape without tokens nothing
     passes: list[tuple[Shape, Ints]] = field(default_factory=list)  # of the draft model, before the step's own
 
     def part(self, name: str) -> Ints:

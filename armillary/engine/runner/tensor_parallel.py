@@ -339,6 +339,6 @@ def follow(
                 executor.forward.gathered_tokens.sizes = message.sizes
             with torch.inference_mode():
                 launched = executor.run(message.step, Decision(count), message.masks)
-            if reports is not None and message.step.shape.tokens:
+            if reports is not None and not message.step.is_empty:
                 reports.put(launched)
             count += 1

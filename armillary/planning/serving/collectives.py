@@ -3,7 +3,8 @@
 all-reduce    a + 2·log2(tp)·latency + 2(tp−1)/tp · bytes / (link · share)    one per sub-layer (Thakur et al. 2005;
                                                                               (tp+1)/tp where the switch reduces)
 all-to-all    rows to the ranks of their experts and back
-all-gather    every row to every rank, then a reduce-scatter: engines that keep it simple send experts' rows so
+all-gather    every row to every rank, then a reduce-scatter: engines that keep it simple send experts' rows so; ours
+              adds up the results on every rank instead (gather-sum)
 send          between pipeline stages
 """
 
@@ -19,7 +20,7 @@ from armillary.spec.arithmetic.ops import size_of
 from armillary.spec.hardware import Cluster
 from armillary.spec.model import ModelConfig
 
-Dispatch = Literal["all-to-all", "all-gather"]
+Dispatch = Literal["all-to-all", "all-gather", "gather-sum"]
 RING_S, RING_STEP_S = 14e-6, 1.9e-6
 """start and step between two ranks of NCCL's ring over NVLink with its LL128 protocol, from the model by which it
 chooses (src/graph/tuning.cc, 2.2x)"""
@@ -56,10 +57,11 @@ class Collectives:
         sub_layers = 1 if config.parallel != "none" else 2
         seconds = config.num_layers * sub_layers * self.allreduce_s(tokens * row_bytes)
         if split.ep > 1 and config.moe is not None:
-            gathers = self.dispatch == "all-gather"
+            gathers = self.dispatch != "all-to-all"
             send = self._gather_s if gathers else self._all_to_all_s
             bytes_in = SCALED_FP4 if gathers and self.compute == "fp4" else size_of(self.compute)
-            seconds += config.num_moe_layers * (send(tokens, bytes_in) + send(tokens, size_of("bf16")))
+            back = 2 if self.dispatch == "gather-sum" else 1  # an all-reduce is a reduce-scatter and an all-gather
+            seconds += config.num_moe_layers * (send(tokens, bytes_in) + back * send(tokens, size_of("bf16")))
         if split.pp > 1:
             seconds += (split.pp - 1) * self._wire_s(tokens * row_bytes / split.tp, split.num_devices, 1)
         return seconds

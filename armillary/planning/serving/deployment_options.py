@@ -126,8 +126,8 @@ def _itl_limits(option: Capacity, objective: Objective) -> bool:
 
 
 def from_layout(request: Request, layout: Layout) -> DeploymentOption:
-    """The option of a recipe's layout: tp, pp, ep and precision (serve.dtype has priority); dp follows from the
-    traffic."""
+    """The option of a recipe's layout: tp, pp, ep and precision (serve.dtype has priority); copies of attention
+    (serve.dp_attention) are ep; dp follows from the traffic."""
     return deployment_option(request, *_split_and_dtypes(request, layout))
 
 
@@ -142,7 +142,8 @@ def _split_and_dtypes(request: Request, layout: Layout) -> tuple[Split, ServingD
     if request.stored is not None:
         precision = request.stored.format
     dtypes = serving_dtypes(precision, request.cluster.chip, request.serve.kv_dtype)
-    return Split(tp=layout.tp, pp=layout.pp, ep=layout.ep), dtypes
+    copies = request.serve.dp_attention
+    return Split(tp=layout.tp, pp=layout.pp, ep=layout.ep if copies == 1 else copies), dtypes
 
 
 def deployment_options(request: Request, weights: Sequence[str] = WEIGHTS) -> list[DeploymentOption]:
@@ -234,6 +235,7 @@ def _server(request: Request, split: Split, dtypes: ServingDtypes) -> Server:
         measured=request.measured,
         stored=request.stored,
         correction=request.correction,
+        dispatch="all-to-all" if request.serve.dp_attention == 1 else "gather-sum",
     )
     return Server(replica=replica, serve=request.serve, traffic=request.traffic)
 

@@ -94,11 +94,6 @@ class ServingPlan:
             notes.append(
                 f"{needed} devices are needed and {available} are available; raise --on or relax the objectives"
             )
-        if (copies := self.recipe.serve.dp_attention) > 1 and self.capacity.server.replica.split.ep == 1:
-            notes.append(
-                "serve.dp_attention is not priced: what is predicted is a server without it; nearest is --set "
-                f"layout.ep={copies}, ranks with requests of their own that send tokens to each other's experts"
-            )
         if dtypes.weights != dtypes.compute:
             notes.append(f"weights are stored in {dtypes.weights} and computed in {dtypes.compute}")
         if dtypes.weights in ("int4", "fp4"):
@@ -183,7 +178,7 @@ def serving_plan(
         raise BadInput(f"{config.name} has no experts, which serve.dp_attention is for; leave it 1")
     problem = resolve(recipe, config, cluster, home, is_corrected=False)
     request = _request(problem, cluster, home)
-    if search or not _is_set(recipe.layout):
+    if recipe.serve.dp_attention == 1 and (search or not _is_set(recipe.layout)):
         tried = tuple(deployment_options(request))
     else:
         tried = (from_layout(request, recipe.layout),)
@@ -212,7 +207,7 @@ def _request(problem: TrainingProblem, cluster: Cluster, home: Home, *, is_corre
     recipe, measured = problem.recipe, problem.case.measured or problem.case.recorded
     if cluster.chip.kind == "cpu" and cluster.name == "here":  # a server is one process, however many ranks train
         measured, _ = cpu_peaks(home, cluster.chip, cluster.num_devices, 1)
-    serve = replace(recipe.serve, dtype=_dtype(problem, cluster, home), dp_attention=1)  # which is not priced
+    serve = replace(recipe.serve, dtype=_dtype(problem, cluster, home))
     request = Request(
         config=problem.model,
         cluster=problem.case.cluster,

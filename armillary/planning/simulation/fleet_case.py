@@ -25,7 +25,7 @@ from armillary.planning.simulation.fleet_run import FleetRun
 from armillary.planning.simulation.replayed_requests import Arrival, drawn
 from armillary.planning.simulation.request_slo import met
 from armillary.planning.simulation.simulated_drafts import drafting_of
-from armillary.planning.simulation.simulated_engine import System, system_of
+from armillary.planning.simulation.simulated_engine import System, pooled, system_of
 from armillary.planning.simulation.simulated_fleet import SimulatedFleet
 from armillary.planning.simulation.step_cost import StepCost, host_block_s, planned_step_cost
 from armillary.planning.simulation.trace_arrivals import arrivals_of
@@ -103,14 +103,12 @@ def fleet_case(
 ) -> FleetCase:
     """The recipe's service; measured step times, KV cache and requests take the place of planned ones."""
     serve, weight = recipe.serve, 1.0
-    if serve.dp_attention > 1:
-        raise BadInput("a server with data-parallel attention is not simulated; leave serve.dp_attention 1")
     if arrivals is None:
         weight = _thinned(recipe)
         arrivals = _planned_arrivals(recipe, weight)
     if not arrivals:
         raise BadInput("there is no request to simulate; raise traffic.duration_s, or name a run that served some")
-    devices = recipe.layout.tp * recipe.layout.pp * recipe.layout.ep
+    devices = recipe.layout.tp * recipe.layout.pp * max(recipe.layout.ep, serve.dp_attention)
     prompt = max(1, round(sum(each.tokens_in for each in arrivals) / len(arrivals)))
     context = max(1, prompt + round(sum(each.tokens_out for each in arrivals) / len(arrivals) / 2))
     draft: StepCost | None = None
@@ -128,7 +126,7 @@ def fleet_case(
         cost = replace(cost, host_block_s=host_block_s(cluster, plan_kv(config, serve, 1 << 62).block_bytes))
     if kv_tokens < serve.block_tokens:
         raise BadInput(f"no KV cache is left beside the weights of {config.name}; raise layout.tp or serve.kv_bytes")
-    system = system_of(config, serve, kv_tokens, cluster.chip.kind, num_stages=recipe.layout.pp)
+    system = system_of(config, pooled(serve), kv_tokens, cluster.chip.kind, num_stages=recipe.layout.pp)
     if serve.speculate != "none":
         drafting = drafting_of(recipe.fleet.acceptance, serve.max_draft, cost, context, draft)
         system = replace(system, drafting=drafting)
@@ -195,13 +193,13 @@ def replica_limits(case: FleetCase, *, seed: int = 1) -> Limits:
     alone, in_flight = _highest_rate(case, objective, 1, rate, 0.0, _PROBES, seed)
     if not alone:
         raise BadInput("even a nearly idle replica misses the objectives; relax them, or raise layout.tp")
-    pooled = alone
+    pooled_per_s = alone
     if case.autoscale.max_replicas is None or case.autoscale.max_replicas > 1:
         each, in_flight = _highest_rate(case, objective, _POOL, 1.5 * alone, alone, _POOL_PROBES, seed, in_flight)
-        pooled = pooled_rate(alone, each, _POOL)
+        pooled_per_s = pooled_rate(alone, each, _POOL)
     return Limits(
         requests_per_s=alone,
-        pooled_per_s=pooled,
+        pooled_per_s=pooled_per_s,
         in_flight=in_flight,
         ttft_s=objective.ttft_p99_s,
         itl_s=objective.itl_p99_s,

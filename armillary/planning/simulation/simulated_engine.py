@@ -72,6 +72,18 @@ class System:
         return scheduler
 
 
+def pooled(serve: Serve, copies: int = 1) -> Serve:
+    """Copies of attention (serve.dp_attention, or a replica's ep ranks) as one with the rows and tokens of all, as
+    steps are recorded."""
+    copies = max(copies, serve.dp_attention)
+    return replace(
+        serve,
+        max_running=serve.max_running * copies,
+        max_tokens_per_step=serve.max_tokens_per_step * copies,
+        prefill_tokens=None if serve.prefill_tokens is None else serve.prefill_tokens * copies,
+    )
+
+
 def system_of(config: ModelConfig, serve: Serve, kv_tokens: float, chip: str, *, num_stages: int = 1) -> System:
     """A server's engine: a [serve] table, and a KV cache of so many tokens on a kind of chip."""
     sizes = plan_kv(config, serve, 1 << 62, dtype="bf16")
@@ -172,7 +184,8 @@ def planned_service(server: Server, kv_tokens: float) -> dict[str, float]:
     context = max(1, traffic.running_tokens_in + traffic.running_tokens_out // 2)
     cost = planned_step_cost(server.replica, context=context, prompt=round(traffic.tokens_per_request[0]))
     replica = server.replica
-    system = system_of(config, server.serve, kv_tokens, replica.cluster.chip.kind, num_stages=replica.split.pp)
+    serve, kind = pooled(server.serve, replica.split.ep), replica.cluster.chip.kind
+    system = system_of(config, serve, kv_tokens, kind, num_stages=replica.split.pp)
     if server.serve.kv_host_bytes:
         sizes = plan_kv(config, server.serve, 1 << 62, tp=server.replica.split.tp)
         cost = replace(cost, host_block_s=host_block_s(server.replica.cluster, sizes.block_bytes))

@@ -246,9 +246,6 @@ class Serve:
             raise BadRecipe(
                 f"serve.role={self.role} takes blocks with the layers of one stage; leave serve.pp 1, use --tp"
             )
-        if self.has_draft_model:
-            what = "KV blocks of a draft model" if self.speculate == "draft" else "hidden states for a draft head"
-            raise BadRecipe(f"serve.role={self.role} sends no {what}; take serve.speculate=ngram")
         if self.emulate:
             raise BadRecipe(f"serve.role={self.role} needs an engine that computes; leave serve.emulate=false")
 

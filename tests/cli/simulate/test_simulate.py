@@ -79,7 +79,6 @@ def test_what_cannot_be_simulated_is_said_in_a_line(recipe: Path) -> None:
     ("setting", "words"),
     [
         ("traffic.duration_s=0.01", "no request to simulate; raise traffic.duration_s"),
-        ("serve.dp_attention=2", "data-parallel attention is not simulated"),
         ("traffic.long_requests_per_s=1 fleet.prefill_replicas=1 fleet.replicas=0", "needs replicas that decode"),
         ("traffic.long_requests_per_s=1 load.trace=azure.csv", "load.trace or traffic.long_requests_per_s out"),
         ("traffic.long_requests_per_s=1 traffic.long_tokens_in=50000", "shorten traffic.long_tokens_in"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -29,11 +30,13 @@ from armillary.engine.request.sampling_params import SamplingParams
 from armillary.engine.scheduler import invariants
 from armillary.errors import BadInput, BadRecipe
 from armillary.model.transformer import build
-from armillary.model.weights.hf_weights import save_model
+from armillary.model.weights.hf_weights import load_model, save_model
+from armillary.model.weights.mtp_weights import save_draft_head
 from armillary.parallel.world import World
 from armillary.spec.hf.config import from_hf
 from armillary.spec.model import ModelConfig
 from armillary.spec.tables.serve import Serve
+from tests.engine.runner.test_draft_head import force, head_of, noted_drafts, one_by_one
 from tests.model.layers.test_attention_forms import latent
 
 SERVE = Serve(
@@ -224,6 +227,43 @@ def test_two_engines_give_the_tokens_of_one(
         assert taken is None or taken.count >= 4
         prefill.checked()
         decode.checked()
+
+
+def test_the_decode_side_drafts_with_a_model(folders: Folders, expected: Expected) -> None:
+    """Which computes prompts from their beginning. It is the model itself, so that every draft token is right."""
+    folder = folders["dense"]
+    with pair(folder, draft=str(folder)) as (prefill, decode):
+        force(decode.engine)
+        assert decode.tokens(PROMPTS) == expected["dense"]
+        assert decode.gauge("kv_fetched_total") >= 4
+        totals = decode.engine.scheduler.totals
+        assert totals.drafted > 20 and totals.accepted >= 0.9 * totals.drafted  # but those beyond the end
+        decode.checked()
+        prefill.checked()
+
+
+def test_hidden_states_for_a_draft_head_come_with_the_blocks(
+    folders: Folders, expected: Expected, tmp_path: Path
+) -> None:
+    folder, target = tmp_path / "model", load_model(folders["dense"], dtype="fp32")
+    shutil.copytree(folders["dense"], folder)
+    head = head_of(target)
+    save_draft_head(head, target.config, folder, {"steps": 1})
+    address = free_address()
+    roles = [replace(SERVE, role=role, prefill=address, speculate="mtp") for role in ("prefill", "decode")]
+    with ExitStack() as stack:
+        prefill, decode = (stack.enter_context(closing(Side(folder, serve))) for serve in roles)
+        until(lambda: decode.gauge("prefill_connected") == 1)
+        force(decode.engine)
+        drafts = noted_drafts(decode.engine)
+        assert decode.tokens(PROMPTS) == expected["dense"]
+        assert decode.gauge("kv_fetched_total") >= 4 and not decode.gauge("kv_fetch_failed_total")
+        assert decode.gauge("kv_received_bytes_total") == prefill.gauge("kv_sent_bytes_total")
+        assert len(drafts) > 10 and max(len(tokens) for tokens, _ in drafts) > 80
+        for tokens, made in drafts:
+            assert made == one_by_one(target, head, tokens, len(made))
+        with pytest.raises(BadInput, match="or drafts with another head"):
+            Side(folder, replace(SERVE, role="decode", prefill=address))
 
 
 def test_blocks_are_sent_after_every_chunk(folders: Folders) -> None:
@@ -426,7 +466,6 @@ def test_another_model_is_refused(folders: Folders) -> None:
         ({"prefill": "a:1"}, "is for serve.role="),
         ({"role": "prefill", "prefill": "a:1", "prefix_cache": False}, "prefix cache"),
         ({"role": "prefill", "prefill": "a:1", "pp": 2}, "layers of one stage"),
-        ({"role": "decode", "prefill": "a:1", "draft": "x"}, "draft model"),
     ],
 )
 def test_what_cannot_be_combined(settings: dict[str, object], says: str) -> None:

@@ -82,16 +82,9 @@ def one_by_one(target: Transformer, head: MtpLayer, tokens: list[int], count: in
     return drafts[len(tokens) :]
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [("multi-query", {}), ("latent", {}), ("multi-query", {"kv_bytes": 24_000, "kv_host_bytes": 200_000})],
-)
-def test_draft_tokens_are_those_of_the_plain_layer(name: str, more: dict[str, Any]) -> None:
-    """Over a prompt computed in chunks, after rejected and accepted drafts, from its own hidden states, and from a
-    prefix cache, in host memory too."""
-    target = model(name)
-    head = head_of(target, noise=0.1)
-    engine, seen = forced(target, head, **more), []
+def noted_drafts(engine: Engine) -> list[tuple[list[int], list[int]]]:
+    """Gets the tokens before each draft, and the draft tokens."""
+    seen: list[tuple[list[int], list[int]]] = []
     executor = engine.loop.executor
     assert isinstance(executor, FastExecutor) and isinstance(executor.draft_model, DraftHead)
     propose = executor.draft_model.propose
@@ -107,6 +100,20 @@ def test_draft_tokens_are_those_of_the_plain_layer(name: str, more: dict[str, An
             )
 
     executor.draft_model.propose = noted  # type: ignore[method-assign, assignment]
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("multi-query", {}), ("latent", {}), ("multi-query", {"kv_bytes": 24_000, "kv_host_bytes": 200_000})],
+)
+def test_draft_tokens_are_those_of_the_plain_layer(name: str, more: dict[str, Any]) -> None:
+    """Over a prompt computed in chunks, after rejected and accepted drafts, from its own hidden states, and from a
+    prefix cache, in host memory too."""
+    target = model(name)
+    head = head_of(target, noise=0.1)
+    engine = forced(target, head, **more)
+    seen = noted_drafts(engine)
     offload = engine.scheduler.cache.offload
     if offload is not None:
         offload.costs = OffloadCosts(block_s=0.0)
@@ -178,8 +185,6 @@ def test_a_checkpoints_own_layer_drafts(tmp_path: Path) -> None:
 def test_what_a_head_cannot_do_is_refused() -> None:
     with pytest.raises(BadRecipe, match="mtp needs no other model"):
         Serve(speculate="mtp", draft="small")
-    with pytest.raises(BadRecipe, match="sends no hidden states for a draft head"):
-        Serve(speculate="mtp", role="prefill", prefill="127.0.0.1:1")
     target = model("multi-query")
     with pytest.raises(BadInput, match="no layer for multi-token prediction"):
         make_engine(target, None, Serve(**SERVE, speculate="mtp"))

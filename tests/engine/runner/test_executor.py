@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from armillary.engine.request.constraint import Structure
 from armillary.engine.runner.cuda_graphs import row_sizes, token_sizes
 from armillary.engine.runner.engine_kernels import REFERENCE, EngineKernels
-from armillary.engine.runner.executor import FastExecutor, null_step
-from armillary.engine.runner.step_input import Shape
+from armillary.engine.runner.executor import FastExecutor
+from armillary.engine.runner.step_input import Shape, null_step
 from armillary.kernels.gemm.grouped import GROUPED_LINEAR
 from armillary.model.layers.attention_forms import plain
 from armillary.model.transformer import build

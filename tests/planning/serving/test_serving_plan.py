@@ -81,9 +81,13 @@ def test_a_tighter_limit_of_steps_where_gaps_are_limited(tmp_path: Path) -> None
     assert few.chosen.devices < default.chosen.devices
 
 
-def test_what_is_not_priced_is_noted(tmp_path: Path) -> None:
-    found = made(tmp_path, "mixtral-8x7b", objective={"itl_p99_s": 0.1}, serve={"dp_attention": 2})
-    assert any(note.startswith("serve.dp_attention is not priced") for note in found.notes())
+def test_copies_of_attention_are_ranks_with_requests_of_their_own(tmp_path: Path) -> None:
+    by_serve = made(tmp_path, "deepseek-v2-lite", "h200x4", serve={"dp_attention": 4})
+    by_layout = made(tmp_path, "deepseek-v2-lite", "h200x4", layout={"ep": 4})
+    assert by_serve.chosen.split == by_layout.chosen.split and by_serve.chosen.split.ep == 4
+    times = [each.capacity.server.replica.decode(64, 1024) for each in (by_serve, by_layout)]
+    assert times[0].comm_s > times[1].comm_s, "every token goes to every rank, and the sum of the results, too"
+    assert times[0].gemm_s == times[1].gemm_s
     with pytest.raises(BadInput, match="has no experts, which"):
         made(tmp_path, serve={"dp_attention": 2})
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from armillary.kernels.moe.expert_load import ExpertLoad, count_choices
 from armillary.model.moe.experts import Dispatch, Experts, MixtureOfExperts, Overlapped
 from armillary.parallel.collectives import Group, all_gather
 
@@ -31,13 +30,21 @@ class GatheredTokens:
         all-gather."""
         self.dp, self.add, self._add_dp = dp, add, add_dp
         self.sizes: tuple[int, ...] = ()
-        """tokens of each dp rank in this step; empty: as many as here, on padding alone (`run_largest`)"""
+        """tokens of each dp rank in this step; empty: as many as here, some of them padding (CUDA graphs)"""
+        self.num_live: Tensor | None = None  # int32 [1]: where there is padding, the first of it on this dp rank
 
     def own(self, num_tokens: int) -> slice:
         """Where the tokens of this dp rank are among all."""
         sizes = self._sizes(num_tokens)
         first = sum(sizes[: self.dp.rank])
         return slice(first, first + num_tokens)
+
+    def without_padding(self, experts_Mk: Tensor) -> Tensor:
+        """Padding chooses expert −1."""
+        if self.sizes or self.num_live is None:
+            return experts_Mk
+        is_live_M = torch.arange(len(experts_Mk), device=experts_Mk.device) < self.num_live
+        return experts_Mk.where(is_live_M[:, None], -1)
 
     def gather(self, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(x_AH, weights_Ak, experts_Ak), in one all-gather."""
@@ -77,22 +84,28 @@ class GatheredTokens:
 class GatheredExperts:
     """`MixtureOfExperts.dispatch` of a rank with data-parallel attention."""
 
-    def __init__(self, dispatch: Dispatch, tokens: GatheredTokens, counts_E: Tensor) -> None:
-        """`dispatch` to this rank's part of the experts; `counts_E` is added to, for the tokens of all dp ranks."""
-        self.dispatch, self.tokens, self.counts_E = dispatch, tokens, counts_E
+    def __init__(self, dispatch: Dispatch, tokens: GatheredTokens, counts_E: Tensor, *, drops: bool) -> None:
+        """`dispatch` to this rank's part of the experts, which `drops` choices of others; `counts_E` is added to, for
+        the tokens of all dp ranks."""
+        self.dispatch, self.tokens, self.counts_E, self.drops = dispatch, tokens, counts_E, drops
 
     def __call__(
         self, experts: Experts, x_MH: Tensor, weights_Mk: Tensor, experts_Mk: Tensor, overlapped: Overlapped
     ) -> tuple[Tensor, Tensor | None]:
         own = self.tokens.own(len(x_MH))
-        x_AH, weights_Ak, experts_Ak = self.tokens.gather(x_MH, weights_Mk, experts_Mk)
-        all_live = torch.full((1,), len(x_AH), dtype=torch.int32, device=x_AH.device)
-        count_choices(ExpertLoad(self.counts_E, all_live), experts_Ak)
+        chosen_Mk = self.tokens.without_padding(experts_Mk)
+        x_AH, weights_Ak, experts_Ak = self.tokens.gather(x_MH, weights_Mk, chosen_Mk)
+        self._count(experts_Ak)
+        experts_Ak = experts_Ak if self.drops else experts_Ak.clamp_min(0)
         mixed_AH, _ = self.dispatch(experts, x_AH, weights_Ak, experts_Ak, _nothing)
         shared_MH = overlapped()
         if shared_MH is not None:  # where tp ranks share the shared expert, a part of it
             mixed_AH[own] += shared_MH
         return self.tokens.add(mixed_AH)[own], None
+
+    def _count(self, experts_Ak: Tensor) -> None:
+        chosen = experts_Ak.flatten().long()
+        self.counts_E.scatter_add_(0, chosen.clamp_min(0), (chosen >= 0).to(self.counts_E.dtype))
 
 
 def run_without_tokens(mixture: MixtureOfExperts, x_0H: Tensor) -> None:

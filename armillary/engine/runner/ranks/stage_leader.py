@@ -11,9 +11,9 @@ import torch
 
 from armillary.engine.runner.executor import FastExecutor, Launched
 from armillary.engine.runner.rank_layout import RankLayout
+from armillary.engine.runner.ranks.step_reports import launched_elsewhere
 from armillary.engine.runner.step_bytes import RankMessage
 from armillary.engine.runner.step_input import Ints, Step
-from armillary.engine.runner.step_reports import launched_elsewhere
 from armillary.engine.runner.tensor_parallel import Leader
 from armillary.engine.scheduler.decision import Decision
 

@@ -11,11 +11,11 @@ import torch
 
 from armillary.engine.runner.executor import FastExecutor, Launched
 from armillary.engine.runner.rank_layout import RankLayout
+from armillary.engine.runner.ranks.step_reports import launched_elsewhere
+from armillary.engine.runner.ranks.token_gather import GatheredExperts, GatheredTokens
 from armillary.engine.runner.step_bytes import RankMessage
 from armillary.engine.runner.step_input import Step
-from armillary.engine.runner.step_reports import launched_elsewhere
-from armillary.engine.runner.tensor_parallel import Leader, divide_experts
-from armillary.engine.runner.token_gather import GatheredExperts, GatheredTokens
+from armillary.engine.runner.tensor_parallel import Leader, OwnExperts, divide_experts
 from armillary.engine.scheduler.decision import Decision
 from armillary.engine.scheduler.dp_scheduler import DpDecision
 from armillary.parallel.shared_sum import SharedSum, sum_over
@@ -32,10 +32,12 @@ def gather_tokens(executor: FastExecutor, ranks: RankLayout) -> None:
     for mixture, counts_E in zip(mixtures, forward.expert_counts_LE.unbind(), strict=True):
         if ranks.tp.size == 1:
             divide_experts(mixture, ranks.experts, forward.kernels)
-        mixture.dispatch = GatheredExperts(mixture.dispatch, tokens, counts_E)
+        drops = isinstance(mixture.dispatch, OwnExperts)
+        mixture.dispatch = GatheredExperts(mixture.dispatch, tokens, counts_E, drops=drops)
     # these choose experts themselves, and have them all
     forward.kernels = replace(forward.kernels, moe=None, grouped_moe=None, small=None)
     forward.gathered_tokens = tokens
+    executor.steps.captures_later = False  # one rank would: the others know nothing of it
 
 
 @dataclass(kw_only=True)
@@ -59,8 +61,9 @@ class DpLeader(Leader):
 
     def launch(self, decision: Decision) -> DpLaunched:  # type: ignore[override]
         assert isinstance(decision, DpDecision)
-        steps = [encoder.encode(part) for encoder, part in zip(self.encoders, decision.parts, strict=True)]
-        sizes = tuple(step.shape.tokens for step in steps)
+        common = self.executor.encoder.common_shape(decision.parts) if self.executor.pads_alike else None
+        steps = [encoder.encode(part, common) for encoder, part in zip(self.encoders, decision.parts, strict=True)]
+        sizes = () if common is not None else tuple(step.shape.tokens for step in steps)
         masks = [self.executor.masks(step, part) for step, part in zip(steps, decision.parts, strict=True)]
         for dp_rank, (step, own_masks) in enumerate(zip(steps, masks, strict=True)):
             to = range(max(1, dp_rank * self._tp), (dp_rank + 1) * self._tp)

@@ -13,10 +13,10 @@ import pytest
 from armillary.engine.llm import LLM
 from armillary.engine.request.constraint import Structure
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.engine.runner.stage_leader import known_tokens
+from armillary.engine.runner.ranks.stage_leader import known_tokens
 from armillary.parallel.world import join_world
 from tests.engine.fake import ask, make_scheduler
-from tests.engine.runner.test_dp_leader import GREEDY, PROMPTS, TABLE, check_same, generated
+from tests.engine.runner.ranks.test_dp_leader import GREEDY, PROMPTS, TABLE, check_same, generated
 from tests.engine.runner.test_rank_layout import FAMILIES, saved
 from tests.engine.runner.test_reference_executor import Alternates
 from tests.ranks import Ranks

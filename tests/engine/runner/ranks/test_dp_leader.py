@@ -18,13 +18,15 @@ from armillary.engine.engine import Completion
 from armillary.engine.llm import LLM
 from armillary.engine.request.pooling import Pooling
 from armillary.engine.request.sampling_params import SamplingParams
-from armillary.engine.runner import step_reports
-from armillary.engine.runner.executor import Launched
+from armillary.engine.runner.cuda_graphs import GraphSteps, Steps, row_sizes, token_sizes
+from armillary.engine.runner.executor import FastExecutor, Launched
 from armillary.engine.runner.linear.linear_formats import Int8Units
 from armillary.engine.runner.rank_layout import check_division
+from armillary.engine.runner.ranks import step_reports
+from armillary.engine.runner.ranks.token_gather import GatheredTokens
 from armillary.engine.runner.step_bytes import PREFIX, StepReport, decode_report, encode_report
 from armillary.engine.runner.step_channel import RankGone
-from armillary.engine.runner.token_gather import GatheredTokens
+from armillary.engine.runner.step_input import Shape
 from armillary.errors import BadInput, BadLayout, BadRecipe
 from armillary.model.moe.packed_experts import PackedExperts
 from armillary.model.quantizing.quantize_model import quantize
@@ -142,6 +144,79 @@ def alone_chosen(folder: Path) -> list[list[int]]:
     executor.forward.keep = lambda inputs, hidden: None
     llm.generate(PROMPTS, replace(GREEDY, ignore_eos=True))
     return executor.forward.expert_counts_LE.tolist()  # type: ignore[no-any-return]
+
+
+class PaddedSteps(GraphSteps):
+    """Eager steps in the shapes of CUDA graphs; `seen` has what the ranks exchange in each."""
+
+    def __init__(self, executor: FastExecutor, max_tokens: int) -> None:
+        Steps.__init__(self, executor._compute, executor.rows.send)
+        self.rows, self.tokens = row_sizes(executor.max_rows), token_sizes(max_tokens)
+        self.fit = self._fit
+        self.seen: dict[Any, list[list[int]]] = {}
+        self._executor = executor
+
+    def run(self, shape: Shape, quick: bool, ints: Any) -> Any:
+        gathered_tokens: Any = self._executor.forward.gathered_tokens
+        exchanged: list[int] = []
+        gather = type(gathered_tokens).gather
+
+        def noted(*given: Any) -> Any:
+            found = gather(gathered_tokens, *given)
+            exchanged.append(len(found[0]))
+            return found
+
+        gathered_tokens.gather = noted
+        result = self._compute(shape, quick, self._send(ints))
+        del gathered_tokens.gather  # prompts with log-probabilities are computed outside
+        self.seen.setdefault((shape, quick), []).append(exchanged)
+        return result
+
+    def warm(self, groups: int) -> int:
+        return 0
+
+
+def padded(where: str, layout: dict[str, int]) -> dict[str, Any]:
+    """On each rank: what was generated in padded steps, and what was exchanged in them."""
+    with join_world("cpu") as world, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(
+            FastExecutor, "_steps", lambda executor, graphs, most, *, drafts: PaddedSteps(executor, most)
+        )
+        llm = LLM(where, replace(TABLE, prefix_cache=False, **layout), world=world)
+        leader: Any = llm.engine.loop.executor
+        executor = leader.executor
+        with llm:
+            if world.rank:
+                llm.follow()
+                found: dict[str, Any] = {}
+            else:
+                greedy = [made.tokens for made in llm.generate(PROMPTS, replace(GREEDY, ignore_eos=True))]
+                found = {
+                    "greedy": greedy,
+                    "counts": executor.forward.expert_counts_LE.tolist(),
+                    "every": generated(llm),
+                }
+        assert executor.pads_alike and not executor.steps.captures_later
+        return found | {
+            "seen": {(shape.tokens, shape.decodes, quick): seen for (shape, quick), seen in executor.steps.seen.items()}
+        }
+
+
+@pytest.mark.parametrize("layout", [{"dp_attention": 2}, {"dp_attention": 2, "ep": 2}], ids=str)
+def test_steps_in_the_shapes_of_graphs_exchange_as_much_each_time(
+    ranks: Ranks, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    """A graph replays what it was captured with: on every rank the same number of tokens for a shape."""
+    first, second = ranks.run(2, padded, str(saved(tmp_path, "mixtral")), layout)
+    llm = LLM(tmp_path / "mixtral", replace(TABLE, prefix_cache=False), device="cpu")
+    assert first["greedy"] == [made.tokens for made in llm.generate(PROMPTS, replace(GREEDY, ignore_eos=True))]
+    assert first["counts"] == alone_chosen(tmp_path / "mixtral"), "padding is not counted"
+    check_same(first["every"], generated(llm))
+    for rank in (first, second):
+        for (tokens, _, _), seen in rank["seen"].items():
+            assert all(each == [2 * tokens] * len(each) and each for each in seen)
+    assert {tokens for tokens, _, _ in first["seen"]} == {tokens for tokens, _, _ in second["seen"]} <= {1, 2, 4, 16}
+    assert max(map(len, second["seen"].values())) > 5
 
 
 def preempted(where: str, kv_bytes: int) -> Any:
