@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from armillary.engine.cache.kv_cache import KVCache
+from armillary.engine.disaggregation.stage_slots import StageSlots, stage_slots
 from armillary.engine.runner.device_state import DeviceRows
 from armillary.engine.runner.draft_head import DraftHead
 from armillary.engine.runner.draft_model import DraftModel
@@ -59,19 +60,25 @@ class BlockBytes:
         self._hidden = draft.hidden.rows if isinstance(draft, DraftHead) else None
         self._free: list[torch.Tensor] = []  # host memory of payloads that were sent; any thread adds to it
 
-    def block_bytes(self, heads: range | None = None) -> int:
-        """Of these heads of a block, none: all that this rank has."""
-        return sum(map(_bytes_of, self._parts(heads)))
+    def block_bytes(self, heads: range | None = None, stage: StageSlots | None = None) -> int:
+        """Of these heads of a block, none: all that this rank has; of a `stage` of the other side, its layers."""
+        return sum(map(_bytes_of, self._parts(heads, stage)))
 
-    def whole_bytes(self, kv_heads: int, ranks: int) -> int:
-        """Of a block with the heads of all ranks."""
+    def whole_bytes(self, kv_heads: int, tp: int, stages: int = 1) -> int:
+        """Of a block with the heads of all `tp` ranks and the layers of all stages."""
         own, *hidden = map(_bytes_of, self._parts(None))
-        return own * min(kv_heads, ranks) + sum(hidden)
+        slots = sum(stage.num_slots for stage in stage_slots(self._cache.groups, stages))
+        return own // len(self._rows.blocks) * slots * min(kv_heads, tp) + sum(hidden)
 
-    def _parts(self, heads: range | None) -> list[torch.Tensor]:
+    def stages(self, stages: int) -> list[StageSlots | None]:
+        """The layers of each stage of the other side; None: all."""
+        return list(stage_slots(self._cache.groups, stages)) if stages > 1 else [None]
+
+    def _parts(self, heads: range | None, stage: StageSlots | None = None) -> list[torch.Tensor]:
         """Views of the blocks [L, block, 2, head, token, dim], latents [L, block, token, dim], which have no heads, and
-        hidden states [1, block, token, dim]."""
-        blocks = self._rows.blocks
+        hidden states [1, block, token, dim]. Of a stage of the other side as many layers as a block has there,
+        whichever they are."""
+        blocks = self._rows.blocks if stage is None else self._rows.blocks[: stage.num_slots]
         own = blocks if heads is None or blocks.dim() == 4 else blocks[:, :, :, heads.start : heads.stop]
         return [own] if self._hidden is None else [own, self._hidden.blocks]
 
@@ -105,11 +112,11 @@ class BlockBytes:
         return Payload(memory, size, self._free, copied)
 
     def _sections(
-        self, data: torch.Tensor, heads: range | None, count: int
+        self, data: torch.Tensor, heads: range | None, count: int, stage: StageSlots | None = None
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(own blocks, where so many of them are in bytes [C, L, …]), part by part."""
         at = 0
-        for own_LC in self._parts(heads):
+        for own_LC in self._parts(heads, stage):
             end = at + count * _bytes_of(own_LC)
             yield own_LC, data[at:end].view(own_LC.dtype).view(count, own_LC.shape[0], *own_LC.shape[2:])
             at = end
@@ -136,10 +143,22 @@ class BlockBytes:
             if self._draft is not None:
                 self._draft.copy_blocks(numbers)
 
-    def write(self, blocks: list[int], data: memoryview, chosen: list[int], heads: range | None = None) -> None:
-        """Write these heads of the blocks at places `chosen` of `data`."""
+    def write(
+        self,
+        blocks: list[int],
+        data: memoryview,
+        chosen: list[int],
+        heads: range | None = None,
+        stage: StageSlots | None = None,
+        groups: list[int] | None = None,
+    ) -> None:
+        """Write these heads of the blocks at places `chosen` of `data`; of a `stage` of the other side its layers,
+        where the `groups` of the blocks have them."""
         if not blocks:
             return
+        if stage is not None:
+            assert groups is not None
+            return self._write_stage(list(zip(blocks, chosen, groups, strict=True)), data, heads, stage)
         count = len(data) // self.block_bytes(heads)
         for own_LC, given_CL in self._sections(torch.frombuffer(data, dtype=torch.uint8), heads, count):
             if own_LC.is_cuda:
@@ -148,6 +167,17 @@ class BlockBytes:
                 continue
             for block, place in zip(blocks, chosen, strict=True):
                 own_LC[:, block].copy_(given_CL[place])
+
+    def _write_stage(
+        self, places: list[tuple[int, int, int]], data: memoryview, heads: range | None, stage: StageSlots
+    ) -> None:
+        """(block, place in `data`, group) of each."""
+        count = len(data) // self.block_bytes(heads, stage)
+        ((_, given_CL),) = self._sections(torch.frombuffer(data, dtype=torch.uint8), heads, count, stage)
+        own_LC = self._parts(heads)[0]
+        for block, place, group in places:
+            slots = stage.by_group[group]
+            own_LC[slots.start : slots.stop, block].copy_(given_CL[place, : len(slots)])
 
     def _index(self, blocks: list[int]) -> torch.Tensor:
         return torch.tensor(blocks, device=self._rows.device)
@@ -161,7 +191,7 @@ class BlockBytes:
         groups = [(group.sees, group.reach, group.layers) for group in self._cache.groups]
         by_ranks = ranks if in_heads and (blocks.element_size() == 1 or in_pairs) else "any"
         hidden = "" if self._hidden is None else f" hidden states {self._hidden.blocks.dtype}"
-        return f"{blocks.shape[0]} {each} {blocks.dtype} {self._cache.block_tokens} {groups} {by_ranks}{hidden}"
+        return f"{each} {blocks.dtype} {self._cache.block_tokens} {groups} {by_ranks}{hidden}"
 
 
 def _bytes_of(blocks_LC: torch.Tensor) -> int:

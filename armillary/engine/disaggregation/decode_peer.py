@@ -66,7 +66,7 @@ class DecodePeer:
     def run(self) -> None:
         """Read until the connection ends; then its prompts are aborted, which frees their blocks."""
         try:
-            wire.send(self._sock, Welcome(self.key, self._side.ranks, self._sender.offer()).frame())
+            wire.send(self._sock, Welcome(self.key, self._side.ranks, self._side.stages, self._sender.offer()).frame())
             self._sock.settimeout(None)
             self._sender.start(self._sock)
             while True:

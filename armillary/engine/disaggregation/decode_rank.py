@@ -18,6 +18,7 @@ from armillary.engine.disaggregation import wire
 from armillary.engine.disaggregation.block_bytes import BlockBytes
 from armillary.engine.disaggregation.block_reader import Arrived, BlockReader, ask, dial
 from armillary.engine.disaggregation.head_slices import divides, head_slices
+from armillary.engine.disaggregation.stage_slots import StageSlots
 from armillary.engine.disaggregation.wire import PeerGone
 from armillary.parallel.collectives import Group, all_reduce
 
@@ -71,32 +72,40 @@ class DecodeRank:
         self.rank, self.ranks = (0, 1) if group is None else (group.rank, group.size)
         self._address = wire.parse_address(address)
         self._heads: list[range | None] = []  # of this rank, by source; on the first rank its connection is the first
+        self._stages: list[StageSlots | None] = []  # the layers that each source has; None: all
         self._sources: list[Source] = []
 
-    def open(self, key: bytes, senders: int) -> None:
-        """Join the connection that the first rank has to a prefill server with so many ranks."""
+    def open(self, key: bytes, senders: int, stages: int = 1) -> None:
+        """Join the connection that the first rank has to a prefill server with so many ranks, an equal part of them on
+        each of its stages."""
         self.close()
-        slices = head_slices(self._kv_heads, senders, self.ranks) if divides(self._kv_heads, senders) else {}
-        own = {sender: heads.received for (sender, rank), heads in slices.items() if rank == self.rank}
+        tp = senders // stages
+        slices = head_slices(self._kv_heads, tp, self.ranks) if divides(self._kv_heads, tp) else {}
+        own = [(sender, heads.received) for (sender, rank), heads in slices.items() if rank == self.rank]
         host, port = self._address
-        self._heads = list(own.values())
-        self._sources = [Source((host, port + n), key, self.rank) for n in own if n or self.rank]
+        self._heads = [heads for _ in range(stages) for _, heads in own]
+        self._stages = [slots for slots in self._blocks.stages(stages) for _ in own]
+        numbers = [stage * tp + sender for stage in range(stages) for sender, _ in own]
+        self._sources = [Source((host, port + n), key, self.rank) for n in numbers if n or self.rank]
 
     def close(self) -> None:
         for source in self._sources:
             source.close()
-        self._heads, self._sources = [], []
+        self._heads, self._stages, self._sources = [], [], []
 
-    def put(self, entries: int, blocks: list[int], chosen: list[int], first: Arrived | None = None) -> bool:
-        """Write those at places `chosen` of the next frame, of so many entries, into `blocks`, on all ranks together;
-        False where some rank does not get it. `first`: what came on the first rank's connection."""
+    def put(
+        self, entries: int, blocks: list[int], chosen: list[int], groups: list[int], first: Arrived | None = None
+    ) -> bool:
+        """Write those at places `chosen` of the next frame, of so many entries, into `blocks`, which are of these
+        `groups`, on all ranks together; False where some rank does not get it. `first`: what came on the first rank's
+        connection."""
         arrived = [first] if first is not None else []
         arrived += [frame for source in self._sources if (frame := source.next()) is not None]
         try:
             came = self._agree(bool(arrived) and len(arrived) == len(self._heads) and self._fit(arrived, entries))
             if came:
-                for each, heads in zip(arrived, self._heads, strict=True):
-                    self._blocks.write(blocks, each.payload, chosen, heads)
+                for each, heads, stage in zip(arrived, self._heads, self._stages, strict=True):
+                    self._blocks.write(blocks, each.payload, chosen, heads, stage, groups)
         finally:
             for each in arrived:
                 each.give_back()
@@ -107,8 +116,8 @@ class DecodeRank:
         return all(
             each.entries == entries
             and each.number == arrived[0].number
-            and len(each.payload) == entries * self._blocks.block_bytes(heads)
-            for each, heads in zip(arrived, self._heads, strict=True)
+            and len(each.payload) == entries * self._blocks.block_bytes(heads, stage)
+            for each, heads, stage in zip(arrived, self._heads, self._stages, strict=True)
         )
 
     def _agree(self, came: bool) -> bool:
@@ -120,9 +129,9 @@ class DecodeRank:
     def obey(self, order: dict[str, Any]) -> None:
         """What the first rank does, on another."""
         if order["do"] == "open":
-            self.open(bytes.fromhex(order["key"]), order["ranks"])
+            self.open(bytes.fromhex(order["key"]), order["ranks"], order["stages"])
         elif order["do"] == "close":
             self.close()
         else:
             self._blocks.copy(order["copies"])
-            self.put(order["entries"], order["blocks"], order["chosen"])
+            self.put(order["entries"], order["blocks"], order["chosen"], order["groups"])

@@ -144,8 +144,9 @@ class DecodeSide:
             self._outgoing.put(Frame(FrameType.CANCEL, fetch.number))
 
     def opened(self, outgoing: Outgoing, welcome: Welcome) -> None:
-        self._order({"do": "open", "key": welcome.key.hex(), "ranks": welcome.ranks})
-        self._rank.open(welcome.key, welcome.ranks)
+        key, ranks, stages = welcome.key, welcome.ranks, welcome.stages
+        self._order({"do": "open", "key": key.hex(), "ranks": ranks, "stages": stages})
+        self._rank.open(key, ranks, stages)
         self._outgoing = outgoing
 
     def lost(self) -> None:
@@ -166,7 +167,7 @@ class DecodeSide:
         fetch = self._by_number.get(arrived.number)
         new = [] if fetch is None else self._usable(fetch, entries)
         fresh = self._cache.pool.allocate(len(new or ()))
-        came = self._write(fresh, new or [], arrived)
+        came = self._write(fresh, new or [], [entries[at][0] for at in new or []], arrived)
         if fetch is not None and came and new is not None:
             self._name(fetch, fresh, [entries[at] for at in new])
         self._cache.pool.release(fresh)
@@ -185,13 +186,13 @@ class DecodeSide:
         new = [at for at, (g, index) in enumerate(entries) if digests[index] not in names[g]]
         return None if len(new) > cache.pool.num_free else new
 
-    def _write(self, blocks: list[int], chosen: list[int], arrived: Arrived) -> bool:
+    def _write(self, blocks: list[int], chosen: list[int], groups: list[int], arrived: Arrived) -> bool:
         """On all ranks; copies that are decided and not done yet come first: they may read what is overwritten."""
         copies = self._blocks.decided_copies()
-        put = {"do": "put", "entries": arrived.entries, "blocks": blocks, "chosen": chosen, "copies": copies}
-        self._order(put)
+        put = {"entries": arrived.entries, "blocks": blocks, "chosen": chosen, "groups": groups}
+        self._order({"do": "put", "copies": copies} | put)
         self._blocks.copy(copies)
-        return self._rank.put(arrived.entries, blocks, chosen, arrived)
+        return self._rank.put(arrived.entries, blocks, chosen, groups, arrived)
 
     def _name(self, fetch: Fetch, blocks: list[int], entries: list[tuple[int, int]]) -> None:
         chain, names = fetch.seq.chain, self._cache.prefix_cache

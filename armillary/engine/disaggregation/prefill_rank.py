@@ -49,9 +49,13 @@ class Links:
 class PrefillRank:
     """Links by the key of the decode server's connection."""
 
-    def __init__(self, blocks: BlockBytes, *, rank: int, ranks: int, kv_heads: int, window_bytes: int) -> None:
-        """`window_bytes`: of blocks on their way to one decode server, over all links."""
+    def __init__(
+        self, blocks: BlockBytes, *, rank: int, ranks: int, kv_heads: int, window_bytes: int, stages: int = 1
+    ) -> None:
+        """`stages` of layers, each on as many neighbouring ranks, which have its heads; `window_bytes`: of blocks on
+        their way to one decode server, over all links."""
         self._blocks, self.rank, self.ranks = blocks, rank, ranks
+        self.stages, self.tp = stages, ranks // stages
         self.kv_heads, self._window_bytes = kv_heads, window_bytes
         self._links: dict[bytes, Links] = {}
         self._changed = threading.Condition()
@@ -115,12 +119,12 @@ class PrefillRank:
         """Links to a decode server with so many ranks; `first` are options of that to its first rank."""
         if not divides(self.kv_heads, receivers):
             raise BadInput(f"{receivers} ranks do not divide {self.kv_heads} KV heads")
-        slices = head_slices(self.kv_heads, self.ranks, receivers)
+        slices = head_slices(self.kv_heads, self.tp, receivers)
         block_bytes = self._blocks.block_bytes(slices[0, 0].sent)
         by_rank = {}
         for (sender, receiver), heads in slices.items():
-            if sender == self.rank:
-                slots = self._slots(block_bytes, self._window_bytes // len(slices))
+            if sender == self.rank % self.tp:
+                slots = self._slots(block_bytes, self._window_bytes // (len(slices) * self.stages))
                 by_rank[receiver] = Link(BlockSender(slots, **({} if receiver else first)), heads.sent)
         with self._changed:
             self._links[key] = links = Links(by_rank, block_bytes)

@@ -43,10 +43,11 @@ class PrefillSide:
         order: Callable[[dict[str, Any]], None],
     ) -> None:
         """`order` tells the engine's other ranks to send blocks, in the engine's thread."""
-        self.fingerprint, self.window_bytes, self.ranks = fingerprint, window_bytes, rank.ranks
+        self.fingerprint, self.window_bytes = fingerprint, window_bytes
+        self.ranks, self.stages = rank.ranks, rank.stages
         self._worker, self._rank, self._order = worker, rank, order
         self._cache = worker.engine.scheduler.cache
-        self._whole_bytes = blocks.whole_bytes(rank.kv_heads, rank.ranks)
+        self._whole_bytes = blocks.whole_bytes(rank.kv_heads, rank.tp, rank.stages)
         self._peers: set[DecodePeer] = set()
         self._tasks: set[PrefillTask] = set()  # of the engine's thread
         self._numbers = count(1)

@@ -31,7 +31,7 @@ def connect(
     executor, blocks, rank = _parts(engine, serve, group)
     config = executor.forward.model.config
     dtype = f"{next(executor.forward.model.parameters()).dtype} {serve.weights}"
-    same = fingerprint(config, folder, dtype, blocks.layout(config, rank.ranks))
+    same = fingerprint(config, folder, dtype, blocks.layout(config, rank.ranks // serve.pp))
 
     def order(what: dict[str, Any]) -> None:
         if isinstance(leader, Leader):
@@ -90,8 +90,15 @@ def _parts(
     if serve.role == "decode":
         return executor, blocks, DecodeRank(blocks, group=group, kv_heads=kv_heads, address=serve.prefill)
     rank, ranks = (0, 1) if group is None else (group.rank, group.size)
-    window_bytes = serve.prefill_ahead_bytes
-    return executor, blocks, PrefillRank(blocks, rank=rank, ranks=ranks, kv_heads=kv_heads, window_bytes=window_bytes)
+    prefill = PrefillRank(
+        blocks,
+        rank=rank,
+        ranks=ranks,
+        kv_heads=kv_heads,
+        window_bytes=serve.prefill_ahead_bytes,
+        stages=serve.pp,
+    )
+    return executor, blocks, prefill
 
 
 def _kv_heads(config: ModelConfig) -> int:

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 from armillary.errors import ArmillaryError, BadRecipe
 
-VERSION = 3
+VERSION = 4
 HEADER = struct.Struct("<BxxxIQQQ")  # kind, entries, number of the request, bytes of the head, bytes of the payload
 ENTRY = struct.Struct("<HxxI")  # group, index: one block
 SLOT = struct.Struct("<QQ")  # number, bytes: of a slot of shared memory
 _RANKS = struct.Struct("<H")  # of the decode server, in its HELLO after the fingerprint
-_WELCOME = struct.Struct("<16sH")  # key of the connection, ranks of the prefill server; shared memory follows
+_WELCOME = struct.Struct("<16sHH")  # key of the connection, ranks and stages of the prefill server; shared memory
 _JOIN = struct.Struct("<16sH")  # key, rank of the decode server
 SILENCE_S = 10.0
 """time without a frame after which the other side counts as gone"""
@@ -148,16 +148,18 @@ class Welcome(NamedTuple):
     key: bytes
     """by which the decode server's other ranks join"""
     ranks: int
+    stages: int
+    """of layers, each on as many of the ranks"""
     offer: bytes
     """of shared memory"""
 
     def frame(self) -> Frame:
-        return Frame(FrameType.HELLO, VERSION, head=_WELCOME.pack(self.key, self.ranks) + self.offer)
+        return Frame(FrameType.HELLO, VERSION, head=_WELCOME.pack(self.key, self.ranks, self.stages) + self.offer)
 
     @staticmethod
     def read(frame: Frame) -> Welcome:
-        key, ranks = _read(_WELCOME, frame.head)
-        return Welcome(key, ranks, bytes(frame.head[_WELCOME.size :]))
+        key, ranks, stages = _read(_WELCOME, frame.head)
+        return Welcome(key, ranks, stages, bytes(frame.head[_WELCOME.size :]))
 
 
 def join(key: bytes, rank: int) -> Frame:

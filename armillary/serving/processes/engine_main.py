@@ -104,7 +104,7 @@ def run(config: EngineConfig, inbox: Iterator[Any], send_queue: SendQueue) -> No
             lost = _load_adapters(llm, config.adapters)
             worker = start(llm.engine, send_queue)
             if config.serve.role != "combined":
-                group = None if llm.ranks is None else llm.ranks.tp
+                group = None if llm.ranks is None else llm.ranks.world
                 connect(llm.engine, worker, config.serve, Path(config.model), group)
             send_queue.send(_started(llm, phases, lost))
             apart = Structures(llm.tokenizer, llm.engine.scheduler.settings.vocab)
@@ -115,7 +115,7 @@ def run(config: EngineConfig, inbox: Iterator[Any], send_queue: SendQueue) -> No
                 record.close()
         else:
             assert llm.ranks is not None
-            transfer = follower(llm.engine, config.serve, llm.ranks.tp) if config.serve.role != "combined" else None
+            transfer = follower(llm.engine, config.serve, llm.ranks.world) if config.serve.role != "combined" else None
             threading.Thread(target=_follow, args=(llm, transfer), daemon=True).start()
             next(inbox, None)
         os._exit(0)

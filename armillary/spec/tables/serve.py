@@ -242,10 +242,8 @@ class Serve:
             raise BadRecipe(f"serve.role={self.role} needs serve.prefill=HOST:PORT, the prefill server's address")
         if not self.prefix_cache:
             raise BadRecipe(f"serve.role={self.role} exchanges blocks of the prefix cache; set serve.prefix_cache=true")
-        if self.pp > 1:
-            raise BadRecipe(
-                f"serve.role={self.role} takes blocks with the layers of one stage; leave serve.pp 1, use --tp"
-            )
+        if self.pp > 1 and self.role == "decode":
+            raise BadRecipe("serve.role=decode takes blocks with all layers; leave serve.pp 1, use --tp")
         if self.emulate:
             raise BadRecipe(f"serve.role={self.role} needs an engine that computes; leave serve.emulate=false")
 

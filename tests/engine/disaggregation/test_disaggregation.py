@@ -62,7 +62,7 @@ class Side:
         self.llm = LLM(folder, serve, device="cpu", world=world)
         self.engine = self.llm.engine
         self.worker = EngineThread(self.engine).start()
-        group = None if self.llm.ranks is None else self.llm.ranks.tp
+        group = None if self.llm.ranks is None else self.llm.ranks.world
         self.part = connect(self.engine, self.worker, serve, folder, group)
 
     def close(self) -> None:
@@ -357,7 +357,7 @@ def accept(listener: socket.socket) -> tuple[socket.socket, int]:
     """A prefill server that agrees to everything, up to its first request: (connection, the request's number)."""
     sock, _ = listener.accept()
     wire.receive(sock)
-    wire.send(sock, Welcome(bytes(16), 1, b"").frame())
+    wire.send(sock, Welcome(bytes(16), 1, 1, b"").frame())
     return sock, wire.receive(sock).number
 
 
@@ -465,7 +465,7 @@ def test_another_model_is_refused(folders: Folders) -> None:
         ({"role": "decode"}, "needs serve.prefill=HOST:PORT"),
         ({"prefill": "a:1"}, "is for serve.role="),
         ({"role": "prefill", "prefill": "a:1", "prefix_cache": False}, "prefix cache"),
-        ({"role": "prefill", "prefill": "a:1", "pp": 2}, "layers of one stage"),
+        ({"role": "decode", "prefill": "a:1", "pp": 2}, "takes blocks with all layers"),
     ],
 )
 def test_what_cannot_be_combined(settings: dict[str, object], says: str) -> None:

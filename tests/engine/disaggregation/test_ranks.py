@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from armillary.engine.cache.layer_groups import Group
 from armillary.engine.disaggregation.decode_rank import Source
 from armillary.engine.disaggregation.head_slices import divides, head_slices, own_heads
 from armillary.engine.disaggregation.prefill_connection import PrefillConnection
 from armillary.engine.disaggregation.roles import follower
 from armillary.engine.disaggregation.shared_memory import SharedFrames
+from armillary.engine.disaggregation.stage_slots import stage_slots
 from armillary.engine.llm import LLM
 from armillary.errors import BadInput
 from armillary.parallel.world import World, join_world
@@ -43,9 +45,9 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield pool
 
 
-def part(role: str, where: str, address: str, over: str, fault: str) -> Any:
+def part(role: str, where: str, address: str, over: str, fault: str, stages: int = 1) -> Any:
     """On every rank of a server, until the decode server has its tokens."""
-    serve = replace(SERVE, role=role, prefill=address)
+    serve = replace(SERVE, role=role, prefill=address, pp=stages if role == "prefill" else 1)
     with join_world("cpu") as world:
         if fault == "sent":
             SharedFrames.opened = classmethod(lambda cls, offer: None)  # type: ignore
@@ -55,7 +57,7 @@ def part(role: str, where: str, address: str, over: str, fault: str) -> Any:
 def follow(folder: Path, serve: Any, world: World, fault: str) -> int:
     llm = LLM(folder, serve, device="cpu", world=world)
     assert llm.ranks is not None
-    obeys, given = follower(llm.engine, serve, llm.ranks.tp), Source.next
+    obeys, given = follower(llm.engine, serve, llm.ranks.world), Source.next
     if fault == "lost":
         Source.next = lambda source: None  # type: ignore
     try:
@@ -82,10 +84,10 @@ def lead(folder: Path, serve: Any, world: World, over: Path) -> Answer | None:
 
 
 def served(
-    ranks: Ranks, others: Ranks, folder: Path, tmp_path: Path, sizes: tuple[int, int], fault: str = ""
+    ranks: Ranks, others: Ranks, folder: Path, tmp_path: Path, sizes: tuple[int, int], fault: str = "", stages: int = 1
 ) -> Answer:
-    """What a prefill server and a decode server of these sizes answer."""
-    given = str(folder), free_address(sizes[0]), str(tmp_path / f"over-{time.monotonic_ns()}"), fault
+    """What a prefill server, with so many stages, and a decode server of these sizes answer."""
+    given = str(folder), free_address(sizes[0]), str(tmp_path / f"over-{time.monotonic_ns()}"), fault, stages
     with ThreadPoolExecutor(1) as thread:
         prefill = thread.submit(others.run, sizes[0], part, "prefill", *given)
         answer: Answer = ranks.run(sizes[1], part, "decode", *given)[0]
@@ -114,6 +116,41 @@ def test_any_ranks_on_either_side(
         tokens, gauges = served(ranks, others, folders[name], tmp_path, sizes)
         assert tokens == expected[name], name
         assert gauges["kv_fetched_total"] >= 4 and not gauges["kv_fetch_failed_total"], name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stages", "names"),
+    [
+        ((2, 1), 2, ["windows", "latents"]),
+        pytest.param((2, 1), 2, ["dense", "experts"], marks=pytest.mark.slow),
+        pytest.param((4, 2), 2, list(MODELS), marks=pytest.mark.slow),
+        pytest.param((4, 1), 4, ["dense", "windows"], marks=pytest.mark.slow),
+        pytest.param((4, 4), 2, ["four KV heads"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_layers_come_from_every_stage(
+    sizes: tuple[int, int],
+    stages: int,
+    names: list[str],
+    ranks: Ranks,
+    others: Ranks,
+    folders: Folders,  # noqa: F811
+    expected: Expected,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    for name in names:
+        tokens, gauges = served(ranks, others, folders[name], tmp_path, sizes, stages=stages)
+        assert tokens == expected[name], name
+        assert gauges["kv_fetched_total"] >= 4 and not gauges["kv_fetch_failed_total"], name
+
+
+def test_places_of_a_stages_layers_in_a_block() -> None:
+    groups = (Group(layers=(0, 2, 4)), Group(sees="window", reach=4, layers=(1, 3, 5)))
+    first, second = stage_slots(groups, 2)
+    assert first.by_group == (range(0, 2), range(0, 1)) and first.num_slots == 2
+    assert second.by_group == (range(2, 3), range(1, 3)) and second.num_slots == 2
+    assert stage_slots(groups, 1)[0].by_group == (range(0, 3), range(0, 3))
 
 
 def test_heads_over_connections_alone(
