@@ -3,6 +3,7 @@ twice, and does memory grow?
 
     python -m benchmarks.engine_soak                              # ten minutes, two ranks, 16 adapters, prompt lookup
     python -m benchmarks.engine_soak --minutes 1 --kill-s 20
+    python -m benchmarks.engine_soak --stages 2                   # ranks are stages of layers
 
 Clients stream completions of random weights, greedy and seeded, for the base and for every adapter. One in five leaves
 in the middle; all others must get the text that one engine on one rank gives without drafts, however often they have
@@ -255,6 +256,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=16)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=1, help="of layers, with a step of other requests on each")
     parser.add_argument("--most-growth", type=float, default=2.0, help="MB per minute")
     parser.add_argument("--home", type=Path, help="for records of the server  [default: a temporary folder]")
     given = parser.parse_args()
@@ -265,8 +267,14 @@ def main() -> None:
         asked = with_texts(model, folder, cases(["", *(f"adapter{number}" for number in range(given.adapters))]))
         table = serve_table(folder, given.adapters)
         keys = ("adapters", "max_adapters", "adapter_rank", "max_running", "kv_bytes")
-        serve = {key: getattr(table, key) for key in keys} | {"speculate": "ngram"}
-        wishes = {"serve": serve, "device": "cpu", "dtype": "fp32", "tp": given.ranks, "home": str(given.home or work)}
+        serve = {key: getattr(table, key) for key in keys} | {"speculate": "ngram", "pp": given.stages}
+        wishes = {
+            "serve": serve,
+            "device": "cpu",
+            "dtype": "fp32",
+            "tp": given.ranks // given.stages,
+            "home": str(given.home or work),
+        }
         exits: list[int] = []
         with running(str(model), wishes, exits) as server:
             figures = soak(server, asked, given)
