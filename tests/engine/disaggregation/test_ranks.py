@@ -74,7 +74,7 @@ def lead(folder: Path, serve: Any, world: World, over: Path) -> Answer | None:
             until(over.exists, 60.0)
             side.checked()
             return None
-        until(lambda: side.gauge("prefill_connected") == 1)
+        until(lambda: side.gauge("prefill_connected") == 1, 60.0)  # whose ranks may start later
         found = side.tokens(PROMPTS)
         side.checked()
         return found, side.part.gauges()
