@@ -24,6 +24,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -52,10 +53,8 @@ class Written:
         self.at: list[tuple[float, int]] = []
         write = BlockBytes.write
 
-        def timed(
-            blocks: BlockBytes, targets: list[int], data: memoryview, chosen: list[int], heads: range | None
-        ) -> None:
-            write(blocks, targets, data, chosen, heads)
+        def timed(blocks: BlockBytes, targets: list[int], data: memoryview, *given: Any) -> None:
+            write(blocks, targets, data, *given)
             self.at.append((time.monotonic(), len(data)))
 
         BlockBytes.write = timed  # type: ignore[method-assign]
