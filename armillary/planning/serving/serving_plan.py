@@ -245,7 +245,7 @@ def _with_threads(request: Request, layout: Layout, home: Home) -> Request:
 
 
 def _threads(request: Request, layout: Layout) -> Threads | None:
-    if request.cluster.chip.kind != "cpu" or layout.tp > 1:
+    if request.cluster.chip.kind != "cpu" or layout.tp > 1 or request.serve.dp_attention > 1:
         return None
     from armillary.machine.cores import compute_threads
 
