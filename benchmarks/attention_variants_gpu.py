@@ -37,13 +37,14 @@ CASES: dict[str, tuple[str, AttentionCase]] = {
     "dense, heads of 64": ("triton", replace(DENSE, heads=64, head_dim=64)),
     "sinks, window 128": ("triton", NARROW),
     "sinks, window 128, its own kernel": ("triton, narrow window", NARROW),
+    "sinks, window 128, both ways": ("triton, narrow window both ways", NARROW),
 }
 MERGED = "triton, merged heads"
 CASES |= {
     f"{name}, merged heads": (MERGED, CASES[name][1])
     for name in ("dense", "dense 4k", "4 documents", "8k in 4 documents", "window 1024", "block-sparse")
 }
-BOUND_BY_MEMORY = ("sinks, window 128", "sinks, window 128, its own kernel")
+BOUND_BY_MEMORY = tuple(name for name in CASES if name.startswith("sinks, window 128"))
 OTHER_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "8k in 4 documents, a stage less": ("8k in 4 documents", {"DOCUMENTS_AHEAD": False}),
     "4 documents, a stage less": ("4 documents", {"DOCUMENTS_AHEAD": False}),
@@ -95,7 +96,10 @@ def measured(name: str, copied: float) -> dict[str, Any]:
         "backward": round(work.backward_flops / (timed.backward_s or 1.0) / 1e12),
         "agrees": agrees(version, case),
     }
-    return row | ({"of_bytes": round(work.bytes / copied / timed.forward_s, 2)} if name in BOUND_BY_MEMORY else {})
+    if name in BOUND_BY_MEMORY:
+        row["of_bytes"] = round(work.bytes / copied / timed.forward_s, 2)
+        row["backward_of_bytes"] = round(work.backward_bytes / copied / (timed.backward_s or 1.0), 2)
+    return row
 
 
 def set_tiles(changes: dict[str, Any]) -> None:

@@ -109,8 +109,9 @@ def window_attention() -> None:
 
     q, k, sinks = torch.zeros(2, 300, 16, 64, dtype=BF16), torch.zeros(2, 300, 2, 64, dtype=BF16), torch.zeros(16)
     assert launches.why_not(q, k, k, AttentionOptions(window=launches.WINDOW, sinks_N=sinks)) is None
-    launches._attention(q, k, k, sinks, 0.1, 128)
-    launches._attention(q, k, k, None, 0.1, 128)
+    for added in (sinks, None):
+        out, lse = launches._attention(q, k, k, added, 0.1, 128, True)
+        launches._attention_backward(out, out, lse, q, k, k, added, 0.1, 128, True)
 
 
 def small_linear(

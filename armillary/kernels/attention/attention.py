@@ -269,6 +269,13 @@ ATTENTION = Op(
             refuses=_not_window,
             needs=("wgmma",),
         ),
+        in_triton(
+            "attention.window_attention",
+            "both_ways",
+            name="triton, narrow window both ways",
+            refuses=_not_window,
+            needs=("wgmma",),
+        ),
         Version(name="cudnn", run=cudnn, refuses=_not_plain, needs=("cuda",), deterministic=False),
         Version(name="flash", run=flash, refuses=_not_plain, needs=("cuda",), deterministic=False),
         Version(

@@ -1,6 +1,6 @@
 """Launches of the kernels for a sliding window of 128 keys: heads of 64 dims, eight to a KV head, on Hopper.
 
-What they cannot take goes to the kernels for all masks, which also compute the gradients.
+What they cannot take goes to the kernels for all masks, and so do gradients unless both ways are asked for.
 """
 
 from dataclasses import dataclass
@@ -8,19 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from armillary.kernels.attention import attention_triton
 from armillary.kernels.attention.attention import PLAIN, AttentionOptions
 from armillary.kernels.attention.gradients import LOG2E
+from armillary.kernels.attention.window_gradients import (
+    HEAD_DIM,
+    HEADS,
+    WINDOW,
+    chunks_per_program,
+    described,
+    gradients,
+)
 from armillary.kernels.attention.window_wgmma import window_wgmma
 from armillary.kernels.core.launch import ceil_div, dense, num_programs, on
 from armillary.machine.accelerator import accelerator_of
 
 # B batch, T tokens, N query heads, K KV heads, D head dim
-
-WINDOW, HEAD_DIM, HEADS = 128, 64, 8
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,19 @@ class WindowTiles:
 TILES = WindowTiles()
 
 
-def attention(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
-    """attention.reference, under a narrow window by kernels of its own."""
+def both_ways(q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
+    """`attention`, whose gradients come by kernels of their own too."""
+    return attention(q_BTND, k_BTKD, v_BTKD, options, backward=True)
+
+
+def attention(
+    q_BTND: Tensor, k_BTKD: Tensor, v_BTKD: Tensor, options: AttentionOptions = PLAIN, *, backward: bool = False
+) -> Tensor:
+    """attention.reference, under a narrow window by a kernel of its own; `backward`: the gradients too."""
     if why_not(q_BTND, k_BTKD, v_BTKD, options) is not None:
         return attention_triton.attention(q_BTND, k_BTKD, v_BTKD, options)
     scale = options.scale_for(q_BTND.shape[-1])
-    out: Tensor = _attention(q_BTND, k_BTKD, v_BTKD, options.sinks_N, scale, WINDOW)[0]
+    out: Tensor = _attention(q_BTND, k_BTKD, v_BTKD, options.sinks_N, scale, WINDOW, backward)[0]
     return out
 
 
@@ -69,22 +80,24 @@ def refused(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> str |
     return None if aligned and q.numel() < 1 << 31 else "their rows are not aligned"
 
 
-_SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int window"
+_SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor? sinks, float scale, int window, bool both_ways"
 
 
 @torch.library.custom_op("armillary::window_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int, both_ways: bool
 ) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp in base 2 [B, N, T])."""
     assert window == WINDOW
-    out, lse = _empty(q, k, v, sinks, scale, window)
+    out, lse = _empty(q, k, v, sinks, scale, window, both_ways)
     launch(q, k, v, sinks, scale, out, lse)
     return out, lse
 
 
 @_attention.register_fake
-def _empty(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def _empty(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, window: int, both_ways: bool
+) -> tuple[Tensor, Tensor]:
     B, T, N, _ = q.shape
     return q.new_empty(q.shape), q.new_empty(B, N, T, dtype=torch.float32)
 
@@ -97,10 +110,10 @@ def launch(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, 
     rows = [1, HEADS, HEADS, D]
     with on(q):
         window_wgmma[(ceil_div(chunks, run), heads, B)](
-            _described(q, rows),
-            _described(k, [1, tiles.box, 1, D]),
-            _described(v, [1, tiles.box, 1, D]),
-            _described(out, rows),
+            described(q, rows),
+            described(k, [1, tiles.box, 1, D]),
+            described(v, [1, tiles.box, 1, D]),
+            described(out, rows),
             lse,
             dense(sinks),
             T,
@@ -118,23 +131,47 @@ def launch(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float, 
         )
 
 
-def chunks_per_program(chunks: int, sequences: int, places: int) -> int:
-    """Chunks in a row of one program, of which `places` run at a time, that take the least time in all; a program's
-    start counts as a chunk."""
+@torch.library.custom_op(
+    "armillary::window_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor out, Tensor lse, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _attention_backward(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    both_ways: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV, gradient of the sinks or empty)."""
+    assert window == WINDOW and both_ways
+    return gradients(grad, out, lse, q, k, v, sinks, scale)
 
-    def rounds(run: int) -> int:
-        return ceil_div(ceil_div(chunks, run) * sequences, places) * (run + 1)
 
-    return min(range(1, chunks + 1), key=lambda run: (rounds(run), -run))
-
-
-def _described(x: Tensor, tile: list[int]) -> TensorDescriptor:
-    kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    return TensorDescriptor.from_tensor(x, tile, gl.NVMMASharedLayout.get_default_for(tile, kind))
+@_attention_backward.register_fake
+def _(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    both_ways: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, sinks, ctx.scale, _ = inputs
+    q, k, v, sinks, ctx.scale, _, ctx.both_ways = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
@@ -144,10 +181,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     q, k, v, sinks, out, lse = ctx.saved_tensors
     if grad is None:
-        return (None,) * 6
-    masks = (None, None, sinks, None, ctx.scale, WINDOW, 0.0, True)
-    dq, dk, dv, dsinks = attention_triton._attention_backward(grad, out, lse, q, k, v, *masks)
-    return dq, dk, dv, None if sinks is None else dsinks, None, None
+        return (None,) * 7
+    if ctx.both_ways:
+        found = _attention_backward(grad, out, lse, q, k, v, sinks, ctx.scale, WINDOW, True)
+    else:
+        masks = (None, None, sinks, None, ctx.scale, WINDOW, 0.0, True)
+        found = attention_triton._attention_backward(grad, out, lse, q, k, v, *masks)
+    return *found[:3], None if sinks is None else found[3], None, None, None
 
 
 _attention.register_autograd(_gradients, setup_context=_setup_context)

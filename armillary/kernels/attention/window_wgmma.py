@@ -31,8 +31,8 @@ def _copy_chunk(
     sources, rings, place, first_group, buffer, WINDOW: gl.constexpr, CHUNK: gl.constexpr, BOX: gl.constexpr
 ):
     """Keys and values from a window before the chunk to its end; what is outside of the sequence arrives as zeros."""
-    _, k_desc, v_desc, _ = sources
-    k_ring, v_ring, _, keys_ready, values_ready, _, _ = rings
+    k_desc, v_desc = sources
+    k_ring, v_ring, keys_ready, values_ready, _ = rings
     batch, _, kv_head = place
     GROUPS: gl.constexpr = (WINDOW + CHUNK) // GROUP
     BOXES: gl.constexpr = (WINDOW + CHUNK) // BOX
@@ -49,10 +49,9 @@ def _copy_chunk(
 
 
 @gluon.jit
-def _copy_queries(sources, rings, place, group, slot):
+def _copy_queries(q_desc, rings, place, group, slot):
     """The queries of a group of tokens."""
-    q_desc, _, _, _ = sources
-    _, _, q_ring, _, _, _, q_ready = rings
+    q_ring, q_ready = rings
     batch, heads, _ = place
     arrived = q_ready.index(slot)
     mbarrier.expect(arrived, q_desc.block_type.nbytes)
@@ -63,6 +62,7 @@ def _copy_queries(sources, rings, place, group, slot):
 def _attend(
     sources,
     rings,
+    row_rings,
     out_tile,
     outputs,
     place,
@@ -75,8 +75,9 @@ def _attend(
     SINKS: gl.constexpr,
 ):
     """One partition: every fourth group of 8 tokens of each chunk."""
-    _, _, _, out_desc = sources
-    k_ring, v_ring, q_ring, keys_ready, values_ready, chunk_free, q_ready = rings
+    q_desc, k_desc, v_desc, out_desc = sources
+    k_ring, v_ring, keys_ready, values_ready, chunk_free = rings
+    q_ring, q_ready = row_rings
     lse_ptr, sink_ptr, T, N = outputs
     batch, heads, _ = place
     first_group, num_groups = span  # of tokens
@@ -96,9 +97,9 @@ def _attend(
     edge_key = gl.arange(0, 2 * GROUP, gl.SliceLayout(0, EDGE))
     gl.static_assert(EACH >= Q_STAGES)
     for step in gl.static_range(Q_STAGES):
-        _copy_queries(sources, rings, place, first_group + step * PARTS + PART, PART * Q_STAGES + step)
+        _copy_queries(q_desc, row_rings, place, first_group + step * PARTS + PART, PART * Q_STAGES + step)
     if PART == 0:
-        _copy_chunk(sources, rings, place, first_group, 0, WINDOW, CHUNK, BOX)
+        _copy_chunk((k_desc, v_desc), rings, place, first_group, 0, WINDOW, CHUNK, BOX)
     sink = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, MAIN))
     if SINKS:
         sink = gl.load(sink_ptr + heads * GROUP + row % GROUP).to(gl.float32) * 1.4426950408889634
@@ -123,7 +124,7 @@ def _attend(
         main, edge = warpgroup_mma_wait(0, deps=[main_async, edge_async])
         _all_arrive()
         if group + Q_STAGES * PARTS < num_groups:
-            _copy_queries(sources, rings, place, first_group + group + Q_STAGES * PARTS, slot)
+            _copy_queries(q_desc, row_rings, place, first_group + group + Q_STAGES * PARTS, slot)
 
         # key c of the first is at c − WINDOW from the group's first token, key c of the others at c − 8
         main = gl.where(key[None, :] > (row // GROUP)[:, None], main, float("-inf"))
@@ -167,7 +168,7 @@ def _attend(
             following = group + CHUNK // GROUP  # local is 0, so this is where the next chunk begins
             if (local == 0) & (following < num_groups):  # into the place of the last chunk but one
                 mbarrier.wait(chunk_free.index(1 - buffer), phase ^ 1 ^ buffer)
-                _copy_chunk(sources, rings, place, first_group + following, 1 - buffer, WINDOW, CHUNK, BOX)
+                _copy_chunk((k_desc, v_desc), rings, place, first_group + following, 1 - buffer, WINDOW, CHUNK, BOX)
     tma.store_wait(0)
 
 
@@ -217,13 +218,25 @@ def window_wgmma(
     span = (first * (CHUNK // GROUP), (last - first) * (CHUNK // GROUP))
     place = (gl.program_id(2), gl.program_id(1), gl.program_id(1) // shares)
     sources, outputs = (q_desc, k_desc, v_desc, out_desc), (lse_ptr, sink_ptr, T, N)
-    rings = (k_ring, v_ring, q_ring, keys_ready, values_ready, chunk_free, q_ready)
+    rings, rows = (k_ring, v_ring, keys_ready, values_ready, chunk_free), (q_ring, q_ready)
     gl.warp_specialize(
         [
-            (_attend, (sources, rings, out_tiles.index(0), outputs, place, span, scale2, 0, WINDOW, CHUNK, BOX, SINKS)),
-            (_attend, (sources, rings, out_tiles.index(1), outputs, place, span, scale2, 1, WINDOW, CHUNK, BOX, SINKS)),
-            (_attend, (sources, rings, out_tiles.index(2), outputs, place, span, scale2, 2, WINDOW, CHUNK, BOX, SINKS)),
-            (_attend, (sources, rings, out_tiles.index(3), outputs, place, span, scale2, 3, WINDOW, CHUNK, BOX, SINKS)),
+            (
+                _attend,
+                (sources, rings, rows, out_tiles.index(0), outputs, place, span, scale2, 0, WINDOW, CHUNK, BOX, SINKS),
+            ),
+            (
+                _attend,
+                (sources, rings, rows, out_tiles.index(1), outputs, place, span, scale2, 1, WINDOW, CHUNK, BOX, SINKS),
+            ),
+            (
+                _attend,
+                (sources, rings, rows, out_tiles.index(2), outputs, place, span, scale2, 2, WINDOW, CHUNK, BOX, SINKS),
+            ),
+            (
+                _attend,
+                (sources, rings, rows, out_tiles.index(3), outputs, place, span, scale2, 3, WINDOW, CHUNK, BOX, SINKS),
+            ),
         ],
         [4, 4, 4],
         [REGISTERS, REGISTERS, REGISTERS],

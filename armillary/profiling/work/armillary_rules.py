@@ -166,6 +166,7 @@ OWN: dict[str, Callable[[Call], Op]] = {
     "armillary::attention": _attention(0),
     "armillary::attention_backward": _attention(3, backward=True),
     "armillary::window_attention": _over_keys(0, window=5, causal=None, documents=None),
+    "armillary::window_attention_backward": _over_keys(3, window=8, causal=None, documents=None, backward=True),
     "armillary::simplicial": _simplicial(0),
     "armillary::simplicial_backward": _simplicial(3, backward=True),
     "armillary::norm": one_pass("norm", 0, 1),

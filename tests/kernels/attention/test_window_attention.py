@@ -22,7 +22,7 @@ CASES = {
     "one window": replace(CASE, batch=1, length=128, heads=8, kv_heads=1),
     "no sinks, fp16": replace(CASE, sinks=False, dtype="fp16"),
     "16 heads share keys": replace(CASE, length=203, kv_heads=1),
-    "several chunks": replace(CASE, batch=1, length=449),
+    "several chunks": replace(CASE, batch=1, length=330),
 }
 
 
@@ -40,7 +40,7 @@ def test_it_agrees(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(launches, "num_programs", lambda x, count: places)
     q, k, v, options = drawn(CASES[name])
     scale = q.shape[-1] ** -0.5
-    out, lse = (x.fill_(torch.nan) for x in launches._empty(q, k, v, options.sinks_N, scale, 128))
+    out, lse = (x.fill_(torch.nan) for x in launches._empty(q, k, v, options.sinks_N, scale, 128, False))
     with gluon_on_cpu():
         launches.launch(q, k, v, options.sinks_N, scale, out, lse)
     wide = tuple(x.double() for x in (q, k, v))
@@ -54,8 +54,30 @@ def test_it_agrees(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @needs_interpreter
-def test_gradients_and_heads_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the op, from a fused projection; gradients by the kernels for all masks."""
+@pytest.mark.parametrize(("name", "places"), [(name, 100) for name in CASES] + [("several chunks", 1)])
+def test_gradients_agree(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of sinks too, which are one number per head."""
+    from armillary.kernels.attention import window_attention as launches
+    from armillary.kernels.attention import window_gradients
+
+    monkeypatch.setattr(window_gradients, "num_programs", lambda x, count: places)
+    monkeypatch.setattr(launches, "accelerator_of", lambda device: of_nvidia((9, 0), multiprocessors=132))
+    q, k, v, options = drawn(CASES[name])
+    grad, found = torch.randn(q.shape, generator=torch.Generator().manual_seed(3)).to(q.dtype), []
+    for run, dtype in ((launches.both_ways, q.dtype), (reference, torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v, options.sinks_N) if x is not None]
+        sinks = None if options.sinks_N is None else leaves[3]
+        with gluon_on_cpu():
+            out = run(*leaves[:3], replace(options, sinks_N=sinks))
+            found.append(torch.autograd.grad(out, leaves, grad.to(dtype)))
+    for mine, exact in zip(*found, strict=True):
+        assert relative_error(mine, exact) < 6e-3
+
+
+@needs_interpreter
+@pytest.mark.parametrize("function", ["attention", "both_ways"])
+def test_heads_that_lie_apart(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the op, from a fused projection; gradients by the kernels for all masks, and by their own."""
     from armillary.kernels.attention import window_attention as launches
 
     monkeypatch.setattr(launches, "accelerator_of", lambda device: of_nvidia((9, 0), multiprocessors=132))
@@ -64,7 +86,9 @@ def test_gradients_and_heads_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> 
     given = (*qkv.split([8, 1, 1], dim=2), options)
     assert launches.why_not(*given) is None
     with gluon_on_cpu():
-        found = check(launches.attention, ATTENTION, expect(ATTENTION, given, torch.Generator().manual_seed(2)))
+        found = check(
+            getattr(launches, function), ATTENTION, expect(ATTENTION, given, torch.Generator().manual_seed(2))
+        )
     assert found.agreed, found.why_not
 
 
@@ -109,11 +133,12 @@ def test_programs_get_chunks_that_fill_the_chip() -> None:
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("name", [*CASES, "whole"])
 def test_on_a_gpu(name: str) -> None:
-    from armillary.kernels.attention.window_attention import attention, why_not
+    from armillary.kernels.attention.window_attention import attention, both_ways, why_not
 
     case = CASES.get(name, replace(CASE, batch=1, length=2048, heads=64, kv_heads=8))
     given = drawn(case, "cuda")
     assert why_not(*given) is None
-    found = check(attention, ATTENTION, expect(ATTENTION, given, torch.Generator("cuda").manual_seed(2)))
-    assert found.agreed, found.why_not
-    assert torch.equal(attention(*given), attention(*given))
+    for run in (attention, both_ways):
+        found = check(run, ATTENTION, expect(ATTENTION, given, torch.Generator("cuda").manual_seed(2)))
+        assert found.agreed, found.why_not
+        assert torch.equal(run(*given), run(*given))

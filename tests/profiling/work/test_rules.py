@@ -244,10 +244,12 @@ def test_own_attention_with_its_mask() -> None:
     assert known("armillary::attention", dims, types, window).flops == 4 * 2 * 4 * 16 * 64
     backward = known("armillary::attention_backward", [T, T, LSE, *dims], [B, B, F, *types], ("",) * 3 + numbers)
     assert backward.flops == 2.5 * HALF
-    narrow = known("armillary::window_attention", [T, T, T, [], [], []], [B] * 3 + [""] * 3, ("",) * 4 + ("0.25", "1"))
-    assert narrow.flops == 4 * 2 * 4 * 16 * 64
+    dims, types, numbers = [T, T, T] + [[]] * 4, [B] * 3 + [""] * 4, ("",) * 4 + ("0.25", "1", "True")
+    assert known("armillary::window_attention", dims, types, numbers).flops == 4 * 2 * 4 * 16 * 64
+    backward = known("armillary::window_attention_backward", [T, T, LSE, *dims], [B, B, F, *types], ("",) * 3 + numbers)
+    assert backward.flops == 2.5 * 4 * 2 * 4 * 16 * 64
     documents = [T, T, T, [64]] + [[]] * 7
-    assert op("armillary::attention", documents, [B] * 3 + [INT] + [""] * 7, numbers) is None
+    assert op("armillary::attention", documents, [B] * 3 + [INT] + [""] * 7, window) is None
 
 
 def test_own_simplicial_attention_counts_triples() -> None:
