@@ -183,11 +183,11 @@ def _gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     if grad is None:
         return (None,) * 7
     if ctx.both_ways:
-        found = _attention_backward(grad, out, lse, q, k, v, sinks, ctx.scale, WINDOW, True)
+        grads = _attention_backward(grad, out, lse, q, k, v, sinks, ctx.scale, WINDOW, True)
     else:
         masks = (None, None, sinks, None, ctx.scale, WINDOW, 0.0, True)
-        found = attention_triton._attention_backward(grad, out, lse, q, k, v, *masks)
-    return *found[:3], None if sinks is None else found[3], None, None, None
+        grads = attention_triton._attention_backward(grad, out, lse, q, k, v, *masks)
+    return *grads[:3], None if sinks is None else grads[3], None, None, None
 
 
 _attention.register_autograd(_gradients, setup_context=_setup_context)
