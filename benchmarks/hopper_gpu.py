@@ -117,6 +117,18 @@ def simplicial(kernels: set[str], timed: str) -> dict[str, Any]:
     return found | rates
 
 
+def attention(name: str) -> Callable[[], dict[str, Any]]:
+    """A case of attention_variants_gpu.py, where a kernel that hangs would take the others with it."""
+
+    def run() -> dict[str, Any]:
+        from attention_variants_gpu import bytes_per_s, measured
+
+        use_gpu()
+        return measured(name, bytes_per_s())
+
+    return run
+
+
 def guide() -> dict[str, Any]:
     from tensor_core_guide import measured
 
@@ -142,6 +154,10 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "second 3 × 224": second(3, 224),
     "second 2 × 224": second(2, 224),
     "query 3 and 2": query(3, 2),
+    **{
+        name: attention(name)
+        for name in ("sinks, window 128", "sinks, window 128, its own kernel", "sinks, window 128, both ways")
+    },
     "guide": guide,
     "all three": lambda: simplicial({"forward", "query", "second"}, "forward"),
     "triton": lambda: simplicial(set(), "forward"),
