@@ -41,6 +41,8 @@ class Pointer:
     def __init__(self, x: torch.Tensor, at: Any = 0) -> None:
         self.data, self.at = torch.as_strided(x, (x.untyped_storage().nbytes() // x.element_size(),), (1,), 0), at
 
+    dtype = property(lambda self: SimpleNamespace(element_ty=self.data.dtype))
+
     @classmethod
     def to_start(cls, x: torch.Tensor) -> Pointer:
         return cls(x, x.storage_offset())
@@ -371,14 +373,15 @@ def run(kernel: Any, *arguments: Any, grid: tuple[int, ...], warmup: bool = Fals
 
     names = kernel.fn.__code__.co_varnames[: kernel.fn.__code__.co_argcount]
     options = {name: value for name, value in options.items() if name in names}
-    given = [
-        Descriptor(each)
-        if isinstance(each, TensorDescriptor)
-        else Pointer.to_start(each)
-        if isinstance(each, torch.Tensor)
-        else each
-        for each in arguments
-    ]
+
+    def argument(x: Any) -> Any:
+        if isinstance(x, TensorDescriptor):
+            return Descriptor(x)
+        if isinstance(x, torch.Tensor):
+            return Pointer.to_start(x)
+        return block(x, torch.int64) if isinstance(x, int) else x
+
+    given = [argument(each) for each in arguments]
     grid = (*grid, 1, 1)[:3]
     failed: list[BaseException] = []
 

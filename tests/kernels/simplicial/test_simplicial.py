@@ -15,6 +15,7 @@ from armillary.kernels.simplicial.paged import PAGED_SIMPLICIAL, PagedSimplicial
 from armillary.kernels.simplicial.simplicial import SIMPLICIAL, SimplicialCase, by_blocks, reference
 from armillary.machine.accelerator import of_nvidia
 from tests.kernels.agreeing import assert_agrees
+from tests.kernels.gluon_interpreter import gluon_on_cpu
 from tests.kernels.interpreter import needs_interpreter
 
 
@@ -103,6 +104,17 @@ HOPPER_CASES = {
     "documents": replace(HOPPER, batch=2, length=121, window_2=33, documents=3),
     "fp16": replace(HOPPER, dtype="fp16"),
 }
+
+
+@needs_interpreter
+@pytest.mark.parametrize("documents", [0, 2])
+def test_the_kernels_for_hopper_interpreted(documents: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from armillary.kernels.simplicial import wgmma
+
+    monkeypatch.setattr(wgmma, "accelerator_of", lambda device: of_nvidia((9, 0), multiprocessors=132))
+    small = replace(HOPPER, length=7, window_1=2, window_2=4, documents=documents, device="cpu")
+    with gluon_on_cpu():
+        assert_agrees(SIMPLICIAL, small, "triton, Hopper")
 
 
 @pytest.mark.gpu
