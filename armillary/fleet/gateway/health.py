@@ -91,7 +91,7 @@ class HealthChecker:
         else:
             replica.breaker.probe_failed(time.monotonic())
         is_out = replica.breaker.retry_at is not None
-        if is_out != (replica in self._out):
+        if is_out != (replica in self._out) and not replica.drained:
             self._say_state(replica, is_out, reason or "requests to it fail")
         if is_out and is_silent:
             pool.fail_unanswered("its health checks are not answered")

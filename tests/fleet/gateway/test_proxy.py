@@ -151,6 +151,21 @@ async def test_a_dead_replica_leaves_the_rotation_and_comes_back(tmp_path: Path)
 
 
 @scenario
+async def test_a_drained_replica_may_end_without_a_word(tmp_path: Path) -> None:
+    """It got no requests anyway: the autoscaler stopped it."""
+    first, second = FakeReplica(), FakeReplica()
+    async with gateway_of(tmp_path, first, second, gateway={"health_interval_s": 0.02}, health=True) as client:
+        replica = client.models.replicas()[0][1]
+        replica.drained = True
+        await first.stop()
+        await until(lambda: replica.breaker.retry_at is not None)
+        assert client.said == []
+        replica.drained = False
+        await until(lambda: bool(client.said))
+        assert "gets no requests: it cannot be reached" in client.said[0]
+
+
+@scenario
 async def test_a_gateway_starts_before_its_replicas(tmp_path: Path) -> None:
     late = FakeReplica()
     async with gateway_of(tmp_path, late, FakeReplica(), gateway={"health_timeout_s": 0.5}) as client:
