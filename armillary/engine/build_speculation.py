@@ -85,15 +85,19 @@ def speculate(
         verify = StepCosts(_UNMEASURED, is_relative=True)
     propose = None if draft is None else _propose_costs(draft, executor, sizes, cache, measured=ranks is None)
     max_len = min(settings.max_model_len, settings.rope_switch or settings.max_model_len)
-    scheduler.speculation = Speculation(
-        LengthController(verify, propose, serve.max_draft),
-        cache,
-        has_model=draft is not None,
-        lag=0 if draft is None else draft.lag,
-        max_rows=max_rows,
-        max_len=max_len if draft is None else min(max_len, draft.max_len),
-        totals=scheduler.totals,
-    )
+
+    def make(own: KVCache) -> Speculation:
+        return Speculation(
+            LengthController(verify, propose, serve.max_draft),
+            own,
+            has_model=draft is not None,
+            lag=0 if draft is None else draft.lag,
+            max_rows=max_rows,
+            max_len=max_len if draft is None else min(max_len, draft.max_len),
+            totals=scheduler.totals,
+        )
+
+    scheduler.speculate(make)
 
 
 def _propose_costs(

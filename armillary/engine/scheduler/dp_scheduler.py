@@ -5,7 +5,7 @@ that has much of the prompt in its prefix cache, else to the one with most free 
 waits for its own rank. All ranks take part in every step, since their experts are shared.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
 from armillary.engine.cache.kv_cache import KVCache
@@ -17,6 +17,7 @@ from armillary.engine.scheduler.prefill_pacing import PrefillController
 from armillary.engine.scheduler.request_table import RequestTable
 from armillary.engine.scheduler.scheduler import Scheduler
 from armillary.engine.scheduler.settings import Settings
+from armillary.engine.speculative.speculation import Speculation
 
 _MUCH = 0.5
 """share of a prompt's blocks in a rank's prefix cache from which on it goes there, however full that rank is; the
@@ -39,6 +40,23 @@ class DpDecision(Decision):
             self.admitted += part.admitted
             self.preempted += part.preempted
             self.ended += part.ended
+
+    @property
+    def num_decodes(self) -> int:
+        """Decodes without the rows of draft tokens, which each part has after its own."""
+        return sum(part.num_decodes for part in self.parts)
+
+
+class DpSpeculation:
+    """Draft tokens of all ranks: each drafts for its own requests."""
+
+    def __init__(self, ranks: Items[Speculation]) -> None:
+        self.ranks = ranks
+
+    @property
+    def active(self) -> bool:
+        """Whether the next step may have drafts on some rank."""
+        return any(rank.active for rank in self.ranks)
 
 
 class CommonTable(RequestTable):
@@ -64,6 +82,7 @@ class DpScheduler(Scheduler):
     """Decides the steps of all dp ranks together."""
 
     request_table: CommonTable
+    speculation: DpSpeculation | None  # type: ignore[assignment]
 
     def __init__(self, settings: Settings, caches: Items[KVCache]) -> None:
         super().__init__(settings, caches[0])
@@ -82,6 +101,11 @@ class DpScheduler(Scheduler):
         table.totals = rank.totals = common.totals
         table.prefix_reuse, table.dp_rank = common.prefix_reuse, dp_rank
         common.tables.append(table)
+
+    def speculate(self, make: Callable[[KVCache], Speculation]) -> None:
+        for rank in self.ranks:
+            rank.speculate(make)
+        self.speculation = DpSpeculation([rank.speculation for rank in self.ranks if rank.speculation is not None])
 
     def stream(self) -> None:
         super().stream()
@@ -161,7 +185,10 @@ class DpScheduler(Scheduler):
             own = rank.update(part, tokens[first : first + count], now)
             first += count
             outcome = Outcome(
-                outcome.sequences + own.sequences, outcome.tokens + own.tokens, outcome.finished + own.finished
+                outcome.sequences + own.sequences,
+                outcome.tokens + own.tokens,
+                outcome.finished + own.finished,
+                outcome.several or own.several,
             )
         assert first == len(tokens), f"{len(tokens)} tokens for {first} sequences"
         self.request_table.refresh()

@@ -7,6 +7,7 @@ Decodes go first, prefill chunks fill the rest of the step, then waiting request
 """
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from armillary.engine.cache.kv_cache import CacheHousekeeping, Copy, KVCache
@@ -94,6 +95,10 @@ class Scheduler:
             self._full = False
             for decision in self.under_way:
                 decision.has_finished = True
+
+    def speculate(self, make: Callable[[KVCache], Speculation]) -> None:
+        """Draft tokens from now on."""
+        self.speculation = make(self.cache)
 
     def stream(self) -> None:
         """Outputs are streamed from now on."""

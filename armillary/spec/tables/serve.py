@@ -222,7 +222,7 @@ class Serve:
             return
         unable = {
             f"serve.pp={self.pp}": self.pp > 1,
-            f"serve.speculate={self.speculate}": self.speculate != "none",
+            f"serve.speculate={self.speculate} (take ngram)": self.has_draft_model,
             f"serve.role={self.role}": self.role != "combined",
             f"serve.kv_host_bytes={self.kv_host_bytes}": self.kv_host_bytes > 0,
             f"serve.batching={self.batching}": self.batching != "continuous",

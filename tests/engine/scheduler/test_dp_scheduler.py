@@ -11,12 +11,13 @@ import pytest
 from armillary.engine.cache.kv_cache import KVCache
 from armillary.engine.request.request import Request
 from armillary.engine.scheduler.decision import Decision
-from armillary.engine.scheduler.dp_scheduler import DpDecision, DpScheduler
+from armillary.engine.scheduler.dp_scheduler import DpDecision, DpScheduler, DpSpeculation
 from armillary.engine.scheduler.invariants import check_idle
 from armillary.engine.scheduler.settings import Settings
 from armillary.engine.scheduler.step_loop import Loop
 from tests.engine.fake import EOS, VOCAB, FakeExecutor, ask, expected
 from tests.engine.scheduler.test_prefill_pacing import Device
+from tests.engine.speculative.test_speculation import with_oracle
 
 
 def make_scheduler(num_ranks: int = 2, num_blocks: int = 12, *, prefix: bool = True, **settings: Any) -> DpScheduler:
@@ -220,6 +221,18 @@ def test_prefill_is_limited_while_another_rank_decodes() -> None:
     scheduler.submit(ask("prompt", [4] * 20), 1.0)
     decision = scheduler.schedule(1.0)
     assert [len(part.decodes) for part in decision.parts] == [1, 0] and decision.num_prefill_tokens == 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_drafts_of_each_rank_change_no_answer(seed: int, overlap: bool) -> None:
+    scheduler = make_scheduler(2, 16, max_running=8)
+    oracles = [with_oracle(rank, seed + at) for at, rank in enumerate(scheduler.ranks)]
+    scheduler.speculation = DpSpeculation(oracles)
+    requests = [ask(f"r{i}", prompt, 14, ignore_eos=True) for i, prompt in enumerate(prompts(12, seed))]
+    answers = run(scheduler, requests, overlap=overlap)
+    assert all(seq.output == expected(seq.request, eos=None) for seq in answers.values())
+    assert scheduler.totals.accepted > 0
 
 
 @pytest.mark.parametrize("long_prompts", [1, 2])

@@ -53,6 +53,8 @@ TABLE = Serve(
 )
 PROMPTS = [[2 + i % 3, 3, 4, 5] * (1 + i % 4) for i in range(9)]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+REPEATED = [[5, 6, 7, 8] * 5 + [5, 6], [9, 3] * 9, [4] * 15]
+LONGER = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 MORE = (
     SamplingParams(max_tokens=8, temperature=1.0, seed=3, frequency_penalty=0.4, logprobs=2, n=2),
     SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1),
@@ -219,6 +221,21 @@ def test_steps_in_the_shapes_of_graphs_exchange_as_much_each_time(
     assert max(map(len, second["seen"].values())) > 5
 
 
+def repeated(where: str) -> Any:
+    with join_world("cpu") as world, LLM(where, replace(TABLE, dp_attention=2, speculate="ngram"), world=world) as llm:
+        if world.rank:
+            return llm.follow()
+        found = [made.tokens for made in llm.generate(REPEATED, LONGER)]
+        return found, generated(llm), llm.engine.state()["accepted_total"]
+
+
+def test_each_copy_drafts_for_its_requests(ranks: Ranks, tmp_path: Path) -> None:
+    (found, every, accepted), _ = ranks.run(2, repeated, str(saved(tmp_path, "mixtral")))
+    llm = LLM(tmp_path / "mixtral", TABLE, device="cpu")
+    assert found == [made.tokens for made in llm.generate(REPEATED, LONGER)] and accepted > 0
+    check_same(every, generated(llm))
+
+
 def preempted(where: str, kv_bytes: int) -> Any:
     table = replace(TABLE, dp_attention=2, kv_bytes=kv_bytes, max_model_len=28)
     with join_world("cpu") as world, LLM(where, table, world=world) as llm:
@@ -374,7 +391,7 @@ def test_reports_travel_as_bytes() -> None:
     ("settings", "what"),
     [
         ({"pp": 2}, "serve.pp=2"),
-        ({"speculate": "ngram"}, "serve.speculate=ngram"),
+        ({"draft": "small"}, r"serve.speculate=draft \(take ngram\)"),
         ({"role": "prefill", "prefill": "here:1"}, "serve.role=prefill"),
         ({"kv_host_bytes": 100}, "serve.kv_host_bytes=100"),
         ({"batching": "static"}, "serve.batching=static"),
