@@ -2,8 +2,11 @@
 block-scaled fp8 at 4,096 tokens, and 2:4 weights. Every kernel is compared with plain torch before it is timed.
 
     python benchmarks/quantized_gpu.py [--only int4,fp8,blocks,sparse,tokens] [--read BYTES_PER_S] [--fp8 FLOPS]
+    python benchmarks/quantized_gpu.py --only new
 
-Prints tables, and the figures as JSON in the last line. Kernels are compiled by several processes first.
+`new` is what has not run on a GPU yet: GGUF's and bitsandbytes' formats, and fp8 by rows. Jobs that would begin after
+--limit seconds are left out and named. Prints tables, and the figures as JSON in the last line. Kernels are
+compiled by several processes first.
 """
 
 from __future__ import annotations
@@ -39,7 +42,14 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8 blocks": {"kind": "fp8", "group": 128},
     "mxfp4": {"kind": "mxfp4", "group": 32},
     "nvfp4": {"kind": "nvfp4", "group": 16},
+    "q8_0": {"kind": "int8", "group": 32},
+    "q4_0": {"kind": "int4", "group": 32},
+    "nf4": {"kind": "table", "group": 64},
+    "q4_k": {"kind": "q4_k", "group": 32},
+    "q5_k": {"kind": "q5_k", "group": 32},
+    "q6_k": {"kind": "q6_k", "group": 16},
 }
+NEW = ("q8_0", "q4_0", "nf4", "q4_k", "q5_k", "q6_k")
 TUNED = ("int4", "int8", "fp8")
 
 
@@ -175,10 +185,10 @@ def one_token(name: str, read: float, found: dict[str, Any]) -> None:
         )
 
 
-def few_tokens(found: dict[str, Any]) -> None:
-    for tokens in (1, 8, 32):
+def few_tokens(found: dict[str, Any], formats: tuple[str, ...], counts: tuple[int, ...]) -> None:
+    for tokens in counts:
         row = {"bf16": 1e6 * plain_seconds(tokens) / LAYERS}
-        for name in ("int4", "int8", "fp8", "mxfp4") if tokens > 1 else ():
+        for name in formats if tokens > 1 else ():
             try:
                 with torch.no_grad():
                     row[name] = 1e6 * layer_seconds(name, None, tokens)[0] / LAYERS
@@ -250,11 +260,13 @@ def sparse(found: dict[str, Any]) -> None:
     )
 
 
-def compile_part(part: int, parts: int) -> None:
+def compile_part(part: int, parts: int, names: list[str]) -> None:
     """Compile every parts-th kernel by running it once, for the cache on disk."""
+    compile_new(part, parts, names)
     work = [
         (name, shape, tiles)
         for name in TUNED
+        if name in names
         for shape in ("o", "down")
         for tiles in candidates(FORMATS[name]["kind"], SHAPES[shape][1])
     ]
@@ -270,9 +282,29 @@ def compile_part(part: int, parts: int) -> None:
                 print(name, shape, tiles, type(error).__name__, str(error)[:100])
 
 
-def compile_all() -> None:
+def compile_new(part: int, parts: int, names: list[str]) -> None:
+    """The same for `NEW` formats."""
+    jobs: list[Callable[[], object]] = [
+        lambda name=name, shape=shape, tokens=tokens: weight_only_linear(*arguments_of(case_of(name, shape, tokens)))  # type: ignore[misc]
+        for name in NEW
+        if name in names
+        for shape in ("o", "down")
+        for tokens in (1, 8, 256)
+    ]
+    with torch.no_grad():
+        for job in jobs[part::parts]:
+            try:
+                job()
+                torch.cuda.synchronize()
+            except Exception as error:
+                print("compiling:", type(error).__name__, str(error)[:100])
+            torch.cuda.empty_cache()
+
+
+def compile_all(names: list[str]) -> None:
     parts = max(1, min(12, (os.cpu_count() or 2) - 2))
     command = [sys.executable, os.path.abspath(__file__)]
+    command += ["--only", ",".join(names)]
     running = [subprocess.Popen([*command, "--part", f"{part}/{parts}"]) for part in range(parts)]
     for each in running:
         each.wait(timeout=200)
@@ -280,26 +312,34 @@ def compile_all() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default=",".join((*FORMATS, "tokens", "blocks", "sparse")))
+    old = [name for name in FORMATS if name not in NEW]
+    parser.add_argument("--only", default=",".join((*old, "tokens", "blocks", "sparse")))
     parser.add_argument("--read", type=float, default=4.39e12)
     parser.add_argument("--fp8", type=float, default=1.49e15)
+    parser.add_argument("--limit", type=float, default=400.0)
     parser.add_argument("--part", default="")
     arguments = parser.parse_args()
+    names = arguments.only.replace("new", ",".join((*NEW, "blocks", "few"))).split(",")
     if arguments.part:
-        return compile_part(*map(int, arguments.part.split("/")))
-    begin, found, names = time.monotonic(), {}, arguments.only.split(",")  # type: ignore[var-annotated]
+        part, parts = map(int, arguments.part.split("/"))
+        return compile_part(part, parts, names)
+    begin, found = time.monotonic(), {}  # type: ignore[var-annotated]
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
-    if set(names) & set(TUNED):
-        compile_all()
+    if set(names) & {*TUNED, *NEW}:
+        compile_all(names)
         print(f"compiled after {time.monotonic() - begin:.0f} s", flush=True)
     jobs: dict[str, Callable[[], None]] = {
         **{name: lambda name=name: one_token(name, arguments.read, found) for name in FORMATS},  # type: ignore[misc]
         "blocks": lambda: blocks(arguments.fp8, found),
         "sparse": lambda: sparse(found),
-        "tokens": lambda: few_tokens(found),
+        "tokens": lambda: few_tokens(found, ("int4", "int8", "fp8", "mxfp4"), (1, 8, 32)),
+        "few": lambda: few_tokens(found, NEW, (8, 256)),
     }
     for name, job in jobs.items():
         if name not in names:
+            continue
+        if time.monotonic() - begin > arguments.limit:
+            print(f"  {name}: left out, {arguments.limit:.0f} s are over", flush=True)
             continue
         try:
             job()

@@ -125,14 +125,22 @@ def small_linear(
         launches._launched(x, weight, None, None, 1e-6, False, added)
 
 
-def weight_only(tokens: int, packed: str, group: int) -> None:
+def weight_only(tokens: int, packed: Any, group: int) -> None:
     from armillary.kernels.quantized import weight_only_triton as launches
+    from armillary.kernels.quantized.weight_only import WeightOnlyCase, inputs
 
-    x, bytes_each = torch.zeros(tokens, 4096, dtype=BF16), packed in ("int8", "fp8")
-    codes = torch.zeros(256, 4096, dtype=torch.uint8) if bytes_each else torch.zeros(256, 512, dtype=torch.int32)
-    scale = torch.zeros(256, 4096 // group, dtype=torch.uint8 if packed == "mxfp4" else torch.float16)
+    case = WeightOnlyCase(tokens=tokens, outputs=256, inputs=4096, kind=packed, group=group, device="cpu")
+    x, *weight = inputs(case, torch.Generator().manual_seed(0))
     with torch.no_grad():
-        launches._launched(x, codes, scale, None, packed, group)
+        launches._launched(x, *weight, None, None, 1e-6, False, None)
+
+
+def block_fp8(*, by_row: bool) -> None:
+    from armillary.kernels.quantized.block_fp8 import BLOCK_FP8, BlockFp8Case
+    from armillary.kernels.quantized.block_fp8_triton import BlockFp8Tiles, block_fp8_linear
+
+    case = BlockFp8Case(tokens=512, outputs=1024, inputs=512, by_row=by_row, device="cpu")
+    block_fp8_linear(*BLOCK_FP8.inputs(case, torch.Generator().manual_seed(0)), tiles=BlockFp8Tiles())
 
 
 def paged(
@@ -382,8 +390,15 @@ CASES: dict[str, Callable[[], None]] = {
     **{
         f"weight only {m}, {packed} by {group}": lambda m=m, packed=packed, group=group: weight_only(m, packed, group)
         for m in (1, 8, 64, 65)
-        for packed, group in (("int4", 128), ("int8", 4096), ("fp8", 128), ("mxfp4", 32))
+        for packed, group in (("int4", 128), ("int8", 4096), ("fp8", 128), ("mxfp4", 32), ("table", 64))
     },
+    **{
+        f"weight only {m}, {kind}": lambda m=m, kind=kind: weight_only(m, kind, 16 if kind == "q6_k" else 32)
+        for m in (1, 8, 65)
+        for kind in ("q4_k", "q5_k", "q6_k")
+    },
+    "fp8 by blocks, tma": lambda: block_fp8(by_row=False),
+    "fp8 by rows, tma": lambda: block_fp8(by_row=True),
     **{f"decode {dim}": lambda dim=dim: paged(dim, 1) for dim in (64, 128, 256)},
     **{f"prefill {dim}": lambda dim=dim: paged(dim, 300) for dim in (64, 128, 256)},
     "prefill 128, fp32": lambda: paged(128, 300, dtype=FP32),

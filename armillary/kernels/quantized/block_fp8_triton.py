@@ -87,9 +87,12 @@ def quantise_kernel(x_ptr, out_ptr, scale_ptr, M, K, BLOCK_M: tl.constexpr):
 
 def library_gemm(numbers: Tensor, of_token: Tensor, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """torch chooses the scaling by the shapes and strides of scales; rows of block scales are a multiple of 4 long."""
-    missing = -scale.shape[1] % 4
-    wide = torch.nn.functional.pad(scale, (0, missing))[:, : scale.shape[1]] if missing else scale
-    y: Any = torch._scaled_mm(numbers, codes.t(), scale_a=of_token, scale_b=wide.t(), out_dtype=torch.bfloat16)
+    if len(scale) == len(codes):
+        of_weight = scale.t().contiguous()
+    else:
+        missing = -scale.shape[1] % 4
+        of_weight = (torch.nn.functional.pad(scale, (0, missing))[:, : scale.shape[1]] if missing else scale).t()
+    y: Any = torch._scaled_mm(numbers, codes.t(), scale_a=of_token, scale_b=of_weight, out_dtype=torch.bfloat16)
     return y.to(dtype)  # type: ignore[no-any-return]
 
 
@@ -99,16 +102,18 @@ def gemm(
     (M, K), N = numbers.shape, len(codes)
     out = torch.empty(M, N, dtype=dtype, device=numbers.device)
     grid = ceil_div(M, tiles.rows) * ceil_div(N, tiles.columns)
+    by_row = len(scale) == N
     stages = fitting_stages(numbers, (tiles.rows + tiles.columns) * 128, tiles.stages)
     block_gemm_kernel[(grid,)](
         TensorDescriptor.from_tensor(numbers, [tiles.rows, 128]),
         TensorDescriptor.from_tensor(codes, [tiles.columns, 128]),
         out,
         of_token,
-        scale,
+        scale.t().contiguous() if by_row else scale,
         M,
         N,
         K,
+        BY_ROW=by_row,
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.columns,
         GROUP=tiles.group,
@@ -128,12 +133,14 @@ def block_gemm_kernel(
     M,
     N,
     K,
+    BY_ROW: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One tile of the result; consecutive programs share rows of a and b, so these stay in L2."""
+    """One tile of the result; consecutive programs share rows of a and b, so these stay in L2. Scales of rows lie with
+    those of one step beside each other."""
     down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0) // (GROUP * across) * GROUP
     height = tl.minimum(down - first, GROUP)
@@ -146,7 +153,11 @@ def block_gemm_kernel(
     for step in tl.range(0, steps, num_stages=STAGES):
         a = a_desc.load([row, step * 128])
         b = b_desc.load([column, step * 128])
-        scale = tl.load(a_scale_ptr + step * M + m, mask=m < M, other=0.0) * tl.load(b_scales + step)
-        acc += tl.dot(a, tl.trans(b)) * scale[:, None]
+        scale = tl.load(a_scale_ptr + step * M + m, mask=m < M, other=0.0)
+        if BY_ROW:
+            of_row = tl.load(b_scale_ptr + step * N + n, mask=n < N, other=0.0)
+            acc += tl.dot(a, tl.trans(b)) * scale[:, None] * of_row[None, :]
+        else:
+            acc += tl.dot(a, tl.trans(b)) * (scale * tl.load(b_scales + step))[:, None]
     at = m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))

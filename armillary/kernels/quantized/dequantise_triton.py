@@ -6,7 +6,14 @@ import triton.language as tl
 from torch import Tensor
 
 from armillary.kernels.core.launch import ceil_div, on
-from armillary.kernels.quantized.packed_values_triton import scale_number
+from armillary.kernels.quantized.packed_values_triton import (
+    high_bits,
+    k_pair,
+    k_row,
+    pair_of,
+    scale_number,
+    words_of_row,
+)
 from armillary.kernels.quantized.skinny_packed_triton import number_of_byte, number_of_nibble
 
 # N rows, K columns, G scales per row
@@ -30,7 +37,7 @@ def dequantise(
             columns,
             scale.shape[1],
             KIND=kind,
-            ZEROS=zero is not None and kind != "nvfp4",
+            ZEROS=zero is not None and kind not in ("nvfp4", "table"),
             GROUP=1 << 30 if scale.shape[1] == 1 else group,
             ROWS=_ROWS,
             COLUMNS=_COLUMNS,
@@ -70,16 +77,24 @@ def dequantise_kernel(
         words: tl.constexpr = COLUMNS // 8
         word = begin // 8 + tl.arange(0, words)
         inside = (n[:, None] < N) & (8 * word[None, :] < K)
-        w = tl.load(w_ptr + row * (K // 8) + word[None, :], mask=inside, other=0)
+        w_row = w_ptr + row * words_of_row(K // 8, KIND)
+        w = tl.load(w_row + word[None, :], mask=inside, other=0)
+        h = high_bits(w_row, word[None, :], K // 8, KIND)
         divisor = tl.load(zero_ptr + row) if KIND == "nvfp4" else 1.0
         both = begin // 8 + tl.arange(0, 2 * words) // 2
         half = tl.arange(0, 2 * words) % 2
         for j in tl.static_range(4):
-            at = row * G + ((word // 16 * 128 + 32 * j + word % 16 * 2) // GROUP)[None, :]
-            zero = tl.load(zero_ptr + at, mask=inside, other=0) if ZEROS else 0
-            scale = scale_number(tl.load(scale_ptr + at, mask=inside, other=0), KIND) / divisor
-            first = number_of_nibble(w, zero, j, KIND, ZEROS) * scale
-            second = number_of_nibble(w, zero, j + 4, KIND, ZEROS) * scale
+            begins = 2 * pair_of(word, j, KIND)[None, :]
+            if KIND == "q4_k" or KIND == "q5_k" or KIND == "q6_k":
+                first, second = k_pair(w, h, k_row(scale_ptr, row, K, KIND), begins, K, j, KIND)
+            else:
+                at = row * G + begins // GROUP
+                zero = zero_ptr if KIND == "table" else 0
+                if ZEROS:
+                    zero = tl.load(zero_ptr + at, mask=inside, other=0)
+                scale = scale_number(tl.load(scale_ptr + at, mask=inside, other=0), KIND) / divisor
+                first = number_of_nibble(w, zero, j, KIND, ZEROS) * scale
+                second = number_of_nibble(w, zero, j + 4, KIND, ZEROS) * scale
             numbers = tl.reshape(tl.join(first, second), (ROWS, 2 * words)).to(out_ptr.dtype.element_ty)
-            column = (both // 16 * 128 + 32 * j + both % 16 * 2 + half)[None, :]
+            column = (2 * pair_of(both, j, KIND) + half)[None, :]
             tl.store(out_ptr + row * K + column, numbers, mask=(n[:, None] < N) & (column < K))

@@ -14,10 +14,18 @@ from armillary.kernels.core.row_loads_triton import load_rows
 from armillary.kernels.quantized.packed_values_triton import (
     finish_rows,
     fp4_pair,
+    high_bits,
+    k_minimum,
+    k_row,
+    k_scale,
     load_groups,
     moved,
+    pair_of,
     places,
+    raised,
     scale_number,
+    table_pair,
+    words_of_row,
 )
 
 # N rows, W words of eight codes, G scales per row
@@ -29,20 +37,24 @@ _HIGH = tl.constexpr(128.0 + (0x4300 + 7.5) / 65536)
 
 
 @triton.jit
-def _numbers(w, magic, upper, J: tl.constexpr, KIND: tl.constexpr):
+def _numbers(w, h, table_ptr, magic, upper, J: tl.constexpr, KIND: tl.constexpr):
     """The nibbles J and J + 4 as fp32: integers with what is added to them, fp4 divided by 2¹⁴. `upper` is 2¹⁶: units
     for multiplication are idle while those for shifts are not."""
-    if KIND == "int4":
+    if KIND == "table":
+        return table_pair(w, table_ptr, J)
+    elif KIND != "mxfp4" and KIND != "nvfp4":
         both = (moved(w, -4 * J) & 0x000F000F) | magic
+        if KIND == "q5_k" or KIND == "q6_k":
+            both = both | raised(h, J, KIND)
         return (both * upper).to(tl.float32, bitcast=True), both.to(tl.float32, bitcast=True)
     else:
         return fp4_pair(w, J)
 
 
 @triton.jit
-def _pair(x_ptr, at, WORDS, J: tl.constexpr, IS_BF16: tl.constexpr, EVEN: tl.constexpr):
+def _pair(x_ptr, at, WORDS, J: tl.constexpr, KIND: tl.constexpr, IS_BF16: tl.constexpr, EVEN: tl.constexpr):
     """The inputs of nibbles J and J + 4 of words, fp32."""
-    where = at // 16 * 64 + 16 * J + at % 16
+    where = pair_of(at, J, KIND)
     both = tl.load(x_ptr + where) if EVEN else tl.load(x_ptr + where, mask=at < WORDS, other=0)
     if IS_BF16:
         first = (both << 16).to(tl.float32, bitcast=True)
@@ -64,6 +76,7 @@ def _step4(
     acc,
     squares,
     w,
+    h,
     scale,
     zero,
     x_ptr,
@@ -90,33 +103,45 @@ def _step4(
     where one is enough for a block of 128 columns."""
     at = begin + tl.arange(0, DEPTH // 8)
     many: tl.constexpr = (not BY_ROW) and GROUP < 128
+    integer: tl.constexpr = KIND != "mxfp4" and KIND != "nvfp4" and KIND != "table"
+    minima: tl.constexpr = KIND == "q4_k" or KIND == "q5_k"
+    k_quant: tl.constexpr = minima or KIND == "q6_k"
+    each: tl.constexpr = GROUP // 8 if k_quant else 1  # pairs of nibbles of four words with one scale
+    middle: tl.constexpr = 8.0 if KIND == "int4" else 32.0
     chunk = begin + 4 * tl.arange(0, DEPTH // 32)
     sums_of_words = tl.zeros([ROWS, DEPTH // 8], tl.float32)
     inputs = tl.zeros([1, DEPTH // 8], tl.float32)  # what is subtracted
     plain = tl.zeros([1, DEPTH // 8], tl.float32)  # sums of x
     for j in tl.static_range(4):
-        first, second = _pair(x_ptr, at, WORDS, j, IS_BF16, EVEN)
+        first, second = _pair(x_ptr, at, WORDS, j, KIND, IS_BF16, EVEN)
         if HAS_NORM:
             squares += first * first + second * second
-            norm_first, norm_second = _pair(norm_ptr, at, WORDS, j, IS_BF16, EVEN)
+            norm_first, norm_second = _pair(norm_ptr, at, WORDS, j, KIND, IS_BF16, EVEN)
             first, second = first * norm_first, second * norm_second
-        low, high = _numbers(w, magic, upper, j, KIND)
+        low, high = _numbers(w, h, zero_ptr, magic, upper, j, KIND)
         sums_of_words += low * first[None, :]
         sums_of_words += high * second[None, :]
-        if KIND == "int4":
-            if ZEROS:
+        if integer:
+            if ZEROS or minima:
                 inputs += (first * _LOW + second * _HIGH)[None, :]
                 plain += (first + second)[None, :]
             else:
-                inputs += (first * (_LOW + 8.0) + second * (_HIGH + 8.0))[None, :]
-        if many:
+                inputs += (first * (_LOW + middle) + second * (_HIGH + middle))[None, :]
+        if many and (j + 1) % each == 0:
             sums = _chunks(sums_of_words, ROWS, DEPTH // 8) - _chunks(inputs, 1, DEPTH // 8)
-            column = chunk // 16 * 128 + 32 * j + chunk % 16 * 2
-            if ZEROS:
-                zeros = load_groups(zero_ptr, row, column, 8 * WORDS, G, GROUP, EVEN)
-                sums -= zeros.to(tl.float32) * _chunks(plain, 1, DEPTH // 8)
-            scales = load_groups(scale_ptr, row, column, 8 * WORDS, G, GROUP, EVEN)
-            acc += sums * scale_number(scales, KIND)
+            if k_quant:
+                columns = (8 * chunk + 8 * (j + 1 - each))[None, :]
+                bytes_row = k_row(scale_ptr, row[:, None], 8 * WORDS, KIND)
+                acc += sums * k_scale(bytes_row, columns, 8 * WORDS, KIND)
+                if minima:
+                    acc -= k_minimum(bytes_row, columns, 8 * WORDS) * _chunks(plain, 1, DEPTH // 8)
+            else:
+                column = 2 * pair_of(chunk, j, KIND)
+                if ZEROS:
+                    zeros = load_groups(zero_ptr, row, column, 8 * WORDS, G, GROUP, EVEN)
+                    sums -= zeros.to(tl.float32) * _chunks(plain, 1, DEPTH // 8)
+                scales = load_groups(scale_ptr, row, column, 8 * WORDS, G, GROUP, EVEN)
+                acc += sums * scale_number(scales, KIND)
             sums_of_words = tl.zeros([ROWS, DEPTH // 8], tl.float32)
             inputs = tl.zeros([1, DEPTH // 8], tl.float32)
             plain = tl.zeros([1, DEPTH // 8], tl.float32)
@@ -167,9 +192,10 @@ def gemv4_kernel(
     row = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), N - 1).to(
         tl.int64
     )  # rows past the last are never stored
-    w_row = w_ptr + row[:, None] * WORDS
+    w_row = w_ptr + row[:, None] * words_of_row(WORDS, KIND)
     at, chunk = tl.arange(0, DEPTH // 8), 4 * tl.arange(0, DEPTH // 32)
     w = load_rows(w_row, at, WORDS, EVEN)
+    h = high_bits(w_row, at[None, :], WORDS, KIND)
     scale, zero = 0.0, 0.0
     if not many:
         if not BY_ROW:
@@ -187,6 +213,7 @@ def gemv4_kernel(
     if not ONCE:
         for following in range(DEPTH // 8, WORDS, DEPTH // 8):
             next_w = load_rows(w_row, following + at, WORDS, EVEN)
+            next_h = high_bits(w_row, (following + at)[None, :], WORDS, KIND)
             next_scale, next_zero = scale, zero
             if not many:
                 columns = 8 * (following + chunk)
@@ -198,6 +225,7 @@ def gemv4_kernel(
                 acc,
                 squares,
                 w,
+                h,
                 scale,
                 zero,
                 x_ptr,
@@ -220,11 +248,12 @@ def gemv4_kernel(
                 ROWS,
                 DEPTH,
             )
-            w, scale, zero, begin = next_w, next_scale, next_zero, following
+            w, h, scale, zero, begin = next_w, next_h, next_scale, next_zero, following
     acc, squares = _step4(
         acc,
         squares,
         w,
+        h,
         scale,
         zero,
         x_ptr,
@@ -248,7 +277,7 @@ def gemv4_kernel(
         DEPTH,
     )
     finish_rows(
-        tl.sum(acc, 1) * (1.0 if KIND == "int4" else 16384.0),
+        tl.sum(acc, 1) * (16384.0 if KIND == "mxfp4" or KIND == "nvfp4" else 1.0),
         tl.sum(squares),
         residual,
         scale_ptr,

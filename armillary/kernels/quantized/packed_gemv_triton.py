@@ -72,7 +72,7 @@ def run_gemv(
             HAS_RESIDUAL=residual is not None,
             GATED=gated,
             KIND=kind,
-            ZEROS=zero is not None and kind != "nvfp4",
+            ZEROS=zero is not None and kind not in ("nvfp4", "table"),
             BY_ROW=scale.shape[1] == 1,
             GROUP=group,
             EVEN=K % tiles.depth == 0,

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from armillary.kernels.core.launch import ceil_div, fitting_stages, on, power_of_two
 from armillary.kernels.gemm.skinny_triton import sum_kernel
-from armillary.kernels.quantized.packed_values_triton import fp4_number, moved, scale_number
+from armillary.kernels.quantized.packed_values_triton import (
+    fp4_number,
+    high_bits,
+    k_pair,
+    k_row,
+    moved,
+    pair_of,
+    scale_number,
+    words_of_row,
+)
 
 # M tokens, K inputs, N rows of the weight, G scales per row
 
@@ -45,7 +54,7 @@ def run_skinny(
             K,
             scale.shape[1],
             KIND=kind,
-            ZEROS=zero is not None and kind != "nvfp4",
+            ZEROS=zero is not None and kind not in ("nvfp4", "table"),
             BY_ROW=by_row,
             GROUP=K if by_row else group,
             SPLIT=tiles.splits > 1,
@@ -78,7 +87,9 @@ def run_skinny(
 @triton.jit
 def number_of_nibble(w, zero, PLACE: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr):
     """The nibble at PLACE of words, less its zero, in fp32: put into the mantissa of 128."""
-    if KIND != "int4":
+    if KIND == "table":  # `zero` points to it
+        return tl.load(zero + ((w >> (4 * PLACE)) & 15))
+    elif KIND != "int4":
         return fp4_number(w, PLACE)
     else:
         number = ((moved(w, 16 - 4 * PLACE) & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True)
@@ -123,6 +134,7 @@ def packed_kernel(
     """Rows of the weight times all tokens, over one range of the inner dim."""
     tile, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     four: tl.constexpr = KIND != "int8" and KIND != "fp8"
+    k_quant: tl.constexpr = KIND == "q4_k" or KIND == "q5_k" or KIND == "q6_k"
     depth: tl.constexpr = 128 if four else BLOCK_K
     m, n = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1).to(tl.int64)[:, None]  # rows past the last are never stored
@@ -130,9 +142,11 @@ def packed_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(steps * split // splits, steps * (split + 1) // splits, num_stages=STAGES):
         begin = step * depth
-        zero = 0
+        zero = zero_ptr if KIND == "table" else 0
         if four:
-            w = tl.load(w_ptr + row * (K // 8) + step * 16 + tl.arange(0, 16)[None, :], eviction_policy="evict_first")
+            word, w_row = step * 16 + tl.arange(0, 16)[None, :], w_ptr + row * words_of_row(K // 8, KIND)
+            w = tl.load(w_row + word, eviction_policy="evict_first")
+            h = high_bits(w_row, word, K // 8, KIND)
             part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
             for j in tl.static_range(4):
                 at = row * G + (begin + 32 * j) // GROUP
@@ -140,20 +154,26 @@ def packed_kernel(
                     at = at + (2 * tl.arange(0, 16) // GROUP)[None, :]
                 if ZEROS:
                     zero = tl.load(zero_ptr + at)
-                first = number_of_nibble(w, zero, j, KIND, ZEROS)
-                second = number_of_nibble(w, zero, j + 4, KIND, ZEROS)
-                if GROUP < 32:
+                if k_quant:
+                    column = 2 * pair_of(word, j, KIND)
+                    first, second = k_pair(w, h, k_row(scale_ptr, row, K, KIND), column, K, j, KIND)
+                else:
+                    first = number_of_nibble(w, zero, j, KIND, ZEROS)
+                    second = number_of_nibble(w, zero, j + 4, KIND, ZEROS)
+                if GROUP < 32 and not k_quant:
                     scale = scale_number(tl.load(scale_ptr + at), KIND)
                     first, second = first * scale, second * scale
                 numbers = tl.reshape(
                     tl.join(first.to(x_ptr.dtype.element_ty), second.to(x_ptr.dtype.element_ty)), (BLOCK_N, 32)
                 )
-                x = _inputs(x_ptr, m, begin + 32 * j + tl.arange(0, 32), M, K)
+                at_x = tl.arange(0, 32)
+                at_x = begin + (at_x // 8 * 32 + 8 * j + at_x % 8 if k_quant else 32 * j + at_x)
+                x = _inputs(x_ptr, m, at_x, M, K)
                 part = tl.dot(numbers, x, part)
-                if GROUP < 128 and GROUP >= 32:
+                if GROUP < 128 and GROUP >= 32 and not k_quant:
                     acc += part * scale_number(tl.load(scale_ptr + at), KIND)
                     part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            if BY_ROW or GROUP < 32:
+            if BY_ROW or GROUP < 32 or k_quant:
                 acc += part
             elif GROUP >= 128:
                 acc += part * scale_number(tl.load(scale_ptr + row * G + begin // GROUP), KIND)

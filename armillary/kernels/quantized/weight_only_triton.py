@@ -12,6 +12,7 @@ from armillary.kernels.quantized.dequantise_triton import dequantise
 from armillary.kernels.quantized.packed_gemv_triton import PackedGemvTiles, run_gemv
 from armillary.kernels.quantized.skinny_packed_triton import PackedSkinnyTiles, run_skinny
 from armillary.kernels.quantized.weight_only import MAX_TOKENS, PackedFormat, reference, unsupported
+from armillary.machine.accelerator import accelerator_of
 
 # M tokens, K inputs, N rows of the weight
 
@@ -58,6 +59,8 @@ def _launched(
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     if len(flat) == 1:
         tiles = gemv_tiles(len(codes), flat.shape[1], kind)
+        if accelerator_of(x.device) is None:  # the interpreter's time is that of its programs
+            tiles = tiles._replace(rows=64)
         y = run_gemv(flat[0], codes, scale, zero, kind, group, tiles, norm_K, residual, eps, gated, bias_N)
         return y.view(*x.shape[:-1], len(y))
     flat = flat if norm_K is None else norm(flat, norm_K, None, eps)
@@ -73,7 +76,8 @@ def _many(x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, kind: st
     columns = x.shape[1]
     step, outputs = max(1, _DEQUANTISED // columns), []
     for row in range(0, len(codes), step):
-        some, of_rows = slice(row, row + step), None if zero is None else zero[row : row + step]
+        some = slice(row, row + step)
+        of_rows = zero if zero is None or kind == "table" else zero[some]
         outputs.append(F.linear(x, dequantise(codes[some], scale[some], of_rows, kind, group, columns, x.dtype)))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 

@@ -10,8 +10,8 @@ from armillary.kernels.moe.packed_stack import PackedStack
 from armillary.kernels.quantized.weight_only import WeightFormat
 from armillary.model.layers.mlp import activate
 from armillary.model.moe.experts import Experts
-from armillary.model.quantized.formats import Int8Rows, IntGroups
-from armillary.model.quantized.packed_kernels import as_groups, kernel_format
+from armillary.model.quantized.formats import Fp4, Fp8, Int8Rows, IntGroups
+from armillary.model.quantized.kernel_order import as_groups, kernel_format
 from armillary.model.quantized.packed_linear import PackedLinear
 from armillary.model.quantized.packed_rows import FusedRows, PackedRows
 
@@ -71,11 +71,13 @@ def weight_formats(stackable: Sequence[PackedExperts]) -> tuple[WeightFormat, ..
 
 
 def _format_of(weight: FusedRows) -> WeightFormat | None:
+    """None for what is not stacked; codes in words are in the order of other kernels."""
     match weight:
-        case FusedRows(parts=(part,), order_N=None) if part.order_K is None and not getattr(
-            part.format, "words", False
-        ):
-            return kernel_format(part)
+        case FusedRows(parts=(part,), order_N=None) if part.order_K is None:
+            if isinstance(part.format, Int8Rows | Fp8):
+                return kernel_format(part)
+            if isinstance(part.format, IntGroups | Fp4) and not part.format.words:
+                return kernel_format(part)
     return None
 
 

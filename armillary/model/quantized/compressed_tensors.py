@@ -28,7 +28,9 @@ def read_module(stored: Stored, module: str, shape: tuple[int, int], scheme: dic
     if not is_count(bits):
         raise BadModel(f"{module}: weights of {str(bits)[:20]} bits; mend num_bits in quantization_config")
     if (kind, bits) == ("float", 8):
-        return read_fp8(stored, module, shape, f"{module}.weight_scale", weights.get("block_structure"))
+        inputs = scheme.get("input_activations") or {}
+        rounded = (inputs.get("type"), inputs.get("num_bits")) == ("float", 8)
+        return read_fp8(stored, module, shape, f"{module}.weight_scale", weights.get("block_structure"), rounded)
     if (kind, bits) == ("float", 4):
         return _read_fp4(stored, module, shape)
     if kind == "int" and bits in (4, 8):
@@ -36,7 +38,9 @@ def read_module(stored: Stored, module: str, shape: tuple[int, int], scheme: dic
     raise BadModel(f"{module}: weights of {bits} bits and type {kind} are not supported; int4, int8, fp8 and fp4 are")
 
 
-def read_fp8(stored: Stored, module: str, shape: tuple[int, int], scale_name: str, block: Any) -> PackedRows:
+def read_fp8(
+    stored: Stored, module: str, shape: tuple[int, int], scale_name: str, block: Any, fp8_activations: bool
+) -> PackedRows:
     """E4M3 codes with a scale per tensor, row, or block of `block` rows and columns."""
     name = f"{module}.weight"
     codes = check_shape(name, stored.get(name, E4M3), *shape)
@@ -44,15 +48,15 @@ def read_fp8(stored: Stored, module: str, shape: tuple[int, int], scale_name: st
     if scale.dtype == torch.float8_e8m0fnu:  # powers of two; too few bits for arithmetic
         scale = scale.float()
     if block is None:
-        return _packed(
-            Fp8(group=columns), columns, codes=codes.view(torch.uint8), scale=_of_rows(scale, scale_name, rows)
-        )
+        format = Fp8(group=columns, fp8_activations=fp8_activations)
+        return _packed(format, columns, codes=codes.view(torch.uint8), scale=_of_rows(scale, scale_name, rows))
     if not (isinstance(block, list | tuple) and len(block) == 2 and all(is_count(n) for n in block)):
         raise BadModel(f"{module}: blocks of {block} are no blocks of rows and columns; mend quantization_config")
     high, wide = min(block[0], rows), min(block[1], columns)
     check_shape(scale_name, scale, -(-rows // high), -(-columns // wide))
     of_row = scale.repeat_interleave(high, dim=0)[:rows]
-    return _packed(Fp8(group=wide), columns, codes=codes.view(torch.uint8), scale=of_row)
+    format = Fp8(group=wide, fp8_activations=fp8_activations)
+    return _packed(format, columns, codes=codes.view(torch.uint8), scale=of_row)
 
 
 def _read_fp4(stored: Stored, module: str, shape: tuple[int, int]) -> PackedRows:

@@ -82,6 +82,7 @@ class Fp8(_Divisible):
     """E4M3 codes with a scale per row and `group` of columns."""
 
     group: int
+    fp8_activations: bool = False  # inputs are meant to be rounded to fp8, with a scale per token (and group)
 
     def dequantise(self, rows: Rows) -> Tensor:
         codes, scale = rows["codes"].view(torch.float8_e4m3fn), rows["scale"]
@@ -126,9 +127,10 @@ class Lookup4Bit(_Divisible):
         codes = rows["codes"]
         indices = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(1)
         values = lookup_table(self.table, codes.device)[indices.int()]
-        return values * spread(self._maxima(rows), self.block, values.shape[1])
+        return values * spread(self.maxima(rows), self.block, values.shape[1])
 
-    def _maxima(self, rows: Rows) -> Tensor:
+    def maxima(self, rows: Rows) -> Tensor:
+        """[n, G] in fp32."""
         if not self.nested_block:
             return rows["maximum"]
         table = lookup_table(self.nested_table, rows["maximum"].device)

@@ -41,9 +41,13 @@ class GgufBlocks:
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def _half(two_bytes: Tensor) -> Tensor:
+def halves(two_bytes: Tensor) -> Tensor:
     """[b, 1] of an fp16 number per block."""
-    return two_bytes.contiguous().view(torch.float16).float()
+    return two_bytes.contiguous().view(torch.float16)
+
+
+def _half(two_bytes: Tensor) -> Tensor:
+    return halves(two_bytes).float()
 
 
 def _split_nibbles(bytes_bn: Tensor, run: int) -> Tensor:
@@ -117,7 +121,8 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 def _bits(bytes_br1n: Tensor, shifts: range, mask: int) -> Tensor:
     """[b, runs · shifts, n] of runs of bytes [b, runs, 1, n]: the same bits of all bytes of a run, shift by shift."""
-    amounts = torch.tensor(list(shifts), dtype=torch.uint8, device=bytes_br1n.device)[:, None]
+    start, stop, step = shifts.start, shifts.stop, shifts.step
+    amounts = torch.arange(start, stop, step, dtype=torch.uint8, device=bytes_br1n.device)[:, None]  # nothing is copied
     return ((bytes_br1n >> amounts) & mask).flatten(1, 2)
 
 

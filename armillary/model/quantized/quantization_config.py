@@ -92,13 +92,14 @@ def _pattern(text: str) -> re.Pattern[str]:
 def _fp8(table: dict[str, Any]) -> ReadModule:
     """Blocks of 128 × 128 as in DeepSeek-V3, or one scale per tensor."""
     block = table.get("weight_block_size")
+    rounded = table.get("activation_scheme") in ("dynamic", "static")
     divides = table.get("weight_scale_semantics") == "inverse"  # gptqmodel's weight_scale_inv; DeepSeek's multiplies
 
     def read(stored: Stored, module: str, shape: tuple[int, int]) -> PackedRows | None:
         stored.skip(f"{module}.input_scale", f"{module}.activation_scale")
         for end in ("weight_scale_inv", "weight_scale"):
             if stored.has(f"{module}.{end}"):
-                packed = compressed_tensors.read_fp8(stored, module, shape, f"{module}.{end}", block)
+                packed = compressed_tensors.read_fp8(stored, module, shape, f"{module}.{end}", block, rounded)
                 return _with_reciprocal_scales(packed) if divides and end == "weight_scale_inv" else packed
         return None
 
