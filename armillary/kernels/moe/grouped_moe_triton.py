@@ -29,8 +29,7 @@ from armillary.kernels.moe.grouped_moe_kernels_triton import experts_kernel, sum
 from armillary.kernels.moe.grouped_moe_tiles import GroupedMoETile, GroupedMoETiles, tiles_for
 from armillary.kernels.moe.moe import MoEWeights
 from armillary.kernels.moe.packed_stack import PackedStack
-from armillary.kernels.moe.packed_stack_triton import dequantised
-from armillary.kernels.moe.small_moe_triton import packed_options, stored
+from armillary.kernels.moe.packed_stack_triton import dequantised, packed_options, stored
 from armillary.kernels.norm.norm import norm
 from armillary.spec.model import MoE
 

@@ -1,6 +1,8 @@
 """Packed experts in Triton: products of some rows with a vector, a tile of a weight as numbers for tensor cores, and
 all of a stack as 16-bit numbers."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,18 @@ from armillary.kernels.quantized.packed_values_triton import fp4_number, fp4_pai
 # K inputs of a row, C chunks of 32 of them; codes of 4 bits come in words of eight columns or bytes of two
 
 _ROWS, _COLUMNS = 8, 512  # of a program that dequantises
+
+
+def stored(weight: Tensor | PackedStack) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(numbers or codes, scales, zeros)."""
+    return weight[:3] if isinstance(weight, PackedStack) else (weight, None, None)
+
+
+def packed_options(weight: Tensor | PackedStack) -> dict[str, Any]:
+    """Compile-time options of kernels for a stack."""
+    if not isinstance(weight, PackedStack):
+        return {"KIND": "", "ZEROS": False, "SCALE_GROUP": 0}
+    return {"KIND": weight.format.kind, "ZEROS": weight.format.zeros, "SCALE_GROUP": weight.group}
 
 
 @triton.jit

@@ -9,7 +9,7 @@ Rows of weights go straight into registers, as in gemm/gemv_triton.py. Two token
 mostly from the cache; for more tokens than MAX_TOKENS a grouped GEMM is faster.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -22,7 +22,7 @@ from armillary.kernels.moe.expert_choice_triton import Routed, route, vector
 from armillary.kernels.moe.expert_load import ExpertLoad
 from armillary.kernels.moe.moe import MoEWeights
 from armillary.kernels.moe.packed_stack import PackedStack
-from armillary.kernels.moe.packed_stack_triton import packed_products
+from armillary.kernels.moe.packed_stack_triton import packed_options, packed_products, stored
 from armillary.kernels.pointwise.activation_triton import activated_pairs
 from armillary.machine.accelerator import accelerator_of
 from armillary.spec.model import MoE
@@ -156,18 +156,6 @@ def _down(
         **early_launch(early),
     )
     return out_MH
-
-
-def stored(weight: Tensor | PackedStack) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(numbers or codes, scales, zeros)."""
-    return weight[:3] if isinstance(weight, PackedStack) else (weight, None, None)
-
-
-def packed_options(weight: Tensor | PackedStack) -> dict[str, Any]:
-    """Compile-time options of kernels for a stack."""
-    if not isinstance(weight, PackedStack):
-        return {"KIND": "", "ZEROS": False, "SCALE_GROUP": 0}
-    return {"KIND": weight.format.kind, "ZEROS": weight.format.zeros, "SCALE_GROUP": weight.group}
 
 
 # --- experts
