@@ -380,6 +380,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention 128, block-sparse, merged heads": lambda: attention(128, sparse=True, merged=True),
     "attention 128, documents, merged heads": lambda: attention(128, documents=True, merged=True),
     "attention 128, window": lambda: attention(128, window=300),
+    "attention 128, merged heads": lambda: attention(128, merged=True),
     "attention 64, narrow window": lambda: attention(64, window=128),
     "attention 64, narrow window, 8 heads share keys": lambda: attention(64, heads=16, window=128),
     **{

@@ -226,12 +226,6 @@ def _not_own(case: AttentionCase) -> str | None:
     return "it sums in fp32" if case.dtype == "fp64" else None
 
 
-def _not_merged(case: AttentionCase) -> str | None:
-    if case.heads == case.kv_heads and not case.sparse:
-        return "each KV head has one query head"
-    return _not_own(case)
-
-
 def _not_window(case: AttentionCase) -> str | None:
     if (case.window, case.head_dim) != (128, 64) or case.heads % (8 * case.kv_heads):
         return "it is for windows of 128 keys and heads of 64 dims, eight to a KV head"
@@ -261,7 +255,7 @@ ATTENTION = Op(
     reference=reference,
     versions=(
         in_triton("attention.attention_triton", "attention", refuses=_not_own),
-        in_triton("attention.attention_triton", "merged_heads", name="triton, merged heads", refuses=_not_merged),
+        in_triton("attention.attention_triton", "merged_heads", name="triton, merged heads", refuses=_not_own),
         in_triton(
             "attention.window_attention",
             "attention",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from armillary.kernels.attention.attention import PLAIN, AttentionOptions, reference
 from armillary.kernels.attention.forward_triton import forward_kernel
-from armillary.kernels.attention.gradients import LOG2E, Masks, both_gradients, row_sums, scale_factors
+from armillary.kernels.attention.gradients import LOG2E, Masks, both_gradients, grid_of, row_sums, scale_factors
 from armillary.kernels.attention.mask_triton import mask_arguments
 from armillary.kernels.attention.tiles import attention_tiles, can_copy, described
 from armillary.kernels.core.launch import ceil_div, dense, on, power_of_two, unit_stride
@@ -21,8 +21,8 @@ from armillary.kernels.core.requirements import note_once
 
 
 def merged_heads(q_BTND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, options: AttentionOptions = PLAIN) -> Tensor:
-    """`attention`, whose backward pass goes over all heads that share keys in one loop, and under lists of blocks
-    computes dQ beside dK and dV."""
+    """`attention` with programs in the order of blocks, of all heads, so that the longest start first; its backward
+    pass goes over all heads that share keys in one loop, and under lists of blocks computes dQ beside dK and dV."""
     return attention(q_BTND, k_BSKD, v_BSKD, options, merged=True)
 
 
@@ -97,7 +97,8 @@ def _attention(
     tma = can_copy(k, v)
     k_src, v_src = (described(x, tiles.keys) if tma else x for x in (k, v))
     with on(q):
-        forward_kernel[(ceil_div(T, tiles.queries // tiles.pack), N // tiles.pack, B)](
+        programs = ceil_div(T, tiles.queries // tiles.pack), N // tiles.pack, B
+        forward_kernel[grid_of(*programs, heads_first=merged)](
             q,
             k_src,
             v_src,
@@ -131,6 +132,7 @@ def _attention(
             EDGE_STAGES=tiles.edge_stages or tiles.stages,
             PACK=tiles.pack,
             RAW=scale > 0 and not softcap and slopes is None,
+            HEADS_FIRST=merged,
             TMA=tma,
             num_warps=tiles.warps,
         )

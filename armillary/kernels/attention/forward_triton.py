@@ -8,7 +8,7 @@ key blocks instead. Under a narrow window, heads that share keys are rows of one
 import triton
 import triton.language as tl
 
-from armillary.kernels.attention.scores_triton import key_range, rows, scores, tile
+from armillary.kernels.attention.scores_triton import key_range, place, rows, scores, tile
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
 
@@ -152,19 +152,21 @@ def forward_kernel(
     EDGE_STAGES: tl.constexpr,
     PACK: tl.constexpr,
     RAW: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Queries of one block and head, or of PACK heads that share their keys, side by side; late blocks, which see most
-    keys, come first. EDGE_STAGES: of the loop over blocks that are masked."""
+    keys, come first, those of one head after those of another, or with HEADS_FIRST of all heads. EDGE_STAGES: of the
+    loop over blocks that are masked."""
     TOKENS: tl.constexpr = BLOCK_M // PACK
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch = tl.program_id(2)
+    block, heads, batch = place(HEADS_FIRST, N // PACK)
+    block = tl.num_programs(1 if HEADS_FIRST else 0) - 1 - block
     shift = S - T
     row = tl.arange(0, BLOCK_M)
-    head, query = tl.program_id(1), block * BLOCK_M + row
+    head, query = heads, block * BLOCK_M + row
     if PACK > 1:
-        head, query = tl.program_id(1) * PACK + row % PACK, block * TOKENS + row // PACK
-    kv_head = tl.program_id(1) * PACK // group
+        head, query = heads * PACK + row % PACK, block * TOKENS + row // PACK
+    kv_head = heads * PACK // group
     k_src, v_src = k_ptr, v_ptr
     if not TMA:
         k_src += batch.to(tl.int64) * k_b + kv_head * k_n

@@ -60,9 +60,9 @@ def both_gradients(
     *,
     merged: bool,
 ) -> None:
-    """Into (dQ, dK, dV); `shared`: gradient and log-sum-exp of the output, and their row sums. `merged`: dK and dV
-    by loops over all heads; and where lists of blocks differ in length, dQ on a second stream, by programs that fill
-    the places that the last of the other kernel leave."""
+    """Into (dQ, dK, dV); `shared`: gradient and log-sum-exp of the output, and their row sums. `merged`: programs in
+    the order of blocks, of all heads, dK and dV by loops over all heads; and where lists of blocks differ in length, dQ
+    on a second stream, by programs that fill the places that the last of the other kernel leave."""
     narrow = tile_table.ONE_LOOP_NARROW and is_narrow(q, masks.window) and masks.blocks is None and masks.slopes is None
     concurrent = merged and masks.blocks is not None
     key_tiles = attention_tiles("key", q, window=masks.window)
@@ -80,7 +80,8 @@ def both_gradients(
         ends=True,
     )
     numbers = (*factors, masks.window)
-    key_flags = flags | {"NARROW": narrow, "MERGED": merged or narrow}
+    flags |= {"NARROW": narrow, "HEADS_FIRST": merged}
+    key_flags = flags | {"MERGED": merged or narrow, "HEADS_FIRST": merged or lists is not None}
     by_query = lists.by_query if lists else None
     other = torch.cuda.current_stream(q.device) if concurrent and q.is_cuda else None
     if other is not None:
@@ -89,15 +90,18 @@ def both_gradients(
     _key_gradients(q, k, v, shared, outputs[1:], masks, runs, lists, key_flags, numbers, key_tiles)
     flags["LISTED"] = BLOCK // query_tiles.keys if lists else 0
     with _on_stream(other):
-        _query_gradients(
-            q, k, v, shared, outputs[0], masks, runs, by_query, flags | {"NARROW": narrow}, numbers, query_tiles
-        )
+        _query_gradients(q, k, v, shared, outputs[0], masks, runs, by_query, flags, numbers, query_tiles)
     if other is not None:
         torch.cuda.current_stream(q.device).wait_stream(other)
 
 
 def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def grid_of(blocks: int, heads: int, batch: int, *, heads_first: bool) -> tuple[int, int, int]:
+    """Of programs, as `scores_triton.place` takes it."""
+    return (heads * batch, blocks, 1) if heads_first else (blocks, heads, batch)
 
 
 def _sizes(q: Tensor, k: Tensor) -> dict[str, Any]:
@@ -120,13 +124,11 @@ def _key_gradients(
 ) -> None:
     (B, T, N, _), (S, K), (grad, lse, delta) = q.shape, k.shape[1:3], shared
     listed, counts = lists.by_key if lists else (lse, lse)
-    grid = (ceil_div(S, tiles.keys), K, B)
-    order = lse
-    if lists:
-        order, grid = longest_first(counts), (K * B, len(counts) * (BLOCK // tiles.keys), 1)
+    blocks = len(counts) * (BLOCK // tiles.keys) if lists else ceil_div(S, tiles.keys)
+    order = longest_first(counts) if lists else lse
     tma = can_copy(q, grad)
     q_src, grad_src = (described(x, tiles.queries) if tma else x for x in (q, grad))
-    key_kernel[grid](
+    key_kernel[grid_of(blocks, K, B, heads_first=flags["HEADS_FIRST"])](
         q_src,
         k,
         v,
@@ -183,7 +185,7 @@ def _query_gradients(
     listed, counts = by_query or (lse, lse)
     tma = can_copy(k, v)
     k_src, v_src = (described(x, tiles.keys) if tma else x for x in (k, v))
-    query_kernel[(ceil_div(T, tiles.queries), N, B)](
+    query_kernel[grid_of(ceil_div(T, tiles.queries), N, B, heads_first=flags["HEADS_FIRST"])](
         q,
         k_src,
         v_src,

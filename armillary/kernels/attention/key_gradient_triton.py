@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from armillary.kernels.attention.backward_triton import score_gradient
-from armillary.kernels.attention.scores_triton import rows, scores, tile
+from armillary.kernels.attention.scores_triton import place, rows, scores, tile
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
 
@@ -169,16 +169,16 @@ def key_kernel(
     STAGES: tl.constexpr,
     NARROW: tl.constexpr,
     MERGED: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """dK and dV of one block of keys and one KV head; the first blocks, which most queries see, come first. Two loops:
     over blocks of queries that see all keys, and over those around them, whose scores are masked. MERGED: each of the
     two goes over all heads. NARROW: few blocks of queries see a key, so the first loop is empty."""
-    block, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if LISTED > 0:  # the longest lists first, of all heads
-        kv_head, batch = tl.program_id(0) % (N // group), tl.program_id(0) // (N // group)
+    block, kv_head, batch = place(HEADS_FIRST, N // group)
+    if LISTED > 0:
         PER_LIST: tl.constexpr = LISTED * BLOCK_M // BLOCK_N
-        block = tl.load(order_ptr + tl.program_id(1) // PER_LIST) * PER_LIST + tl.program_id(1) % PER_LIST
+        block = tl.load(order_ptr + block // PER_LIST) * PER_LIST + block % PER_LIST
     batch_row = batch.to(tl.int64)
     shift = S - T
     key = block * BLOCK_N + tl.arange(0, BLOCK_N)

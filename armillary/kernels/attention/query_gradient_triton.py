@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from armillary.kernels.attention.backward_triton import score_gradient
-from armillary.kernels.attention.scores_triton import key_range, rows, scores, tile
+from armillary.kernels.attention.scores_triton import key_range, place, rows, scores, tile
 
 # B batch, T queries, S keys, N query heads, K KV heads, D head dim
 
@@ -144,12 +144,13 @@ def query_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     NARROW: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """dQ of one block of queries and one head; late blocks, which see most keys, come first. NARROW: few blocks of keys
     are seen, so all of them are one masked loop."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, batch = tl.program_id(1), tl.program_id(2)
+    block, head, batch = place(HEADS_FIRST, N)
+    block = tl.num_programs(1 if HEADS_FIRST else 0) - 1 - block
     batch_row = batch.to(tl.int64)
     shift = S - T
     query = block * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -51,6 +51,17 @@ def scores(
 
 
 @triton.jit
+def place(HEADS_FIRST: tl.constexpr, heads):
+    """(block, head, batch) of a program: blocks of one head after another, or with HEADS_FIRST block after block of all
+    heads, so that what takes longest starts first everywhere."""
+    if HEADS_FIRST:
+        block, head, batch = tl.program_id(1), tl.program_id(0) % heads, tl.program_id(0) // heads
+    else:
+        block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    return block, head, batch
+
+
+@triton.jit
 def rows(base, stride, first, limit, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """A tile of rows from `first` on; rows from `limit` on and columns from D on are zero. Only the base pointer moves,
     so offsets stay the same from tile to tile and cost few registers."""

@@ -172,13 +172,15 @@ def test_heads_that_share_keys_under_a_narrow_window_are_rows_of_one_block(lengt
         {"length": 300, "sparse": True, "dtype": torch.float16},
         {"length": 200, "documents": "runs", "window": 90, "slopes": True},
         {"length": 90, "keys": 130, "window": 40, "dtype": torch.float16},
+        {"length": 20, "batch": 2, "heads": 8, "window": 9, "dtype": torch.float16},
+        {"length": 90, "batch": 2, "heads": 3, "kv_heads": 3, "dtype": torch.float16},
     ],
     ids=lambda more: " ".join(map(str, more)),
 )
 def test_gradients_by_loops_over_all_heads(more: dict) -> None:
     from armillary.kernels.attention.attention_triton import merged_heads
 
-    assert_agrees(merged_heads, random(**more, heads=4, kv_heads=2))
+    assert_agrees(merged_heads, random(**{"heads": 4, "kv_heads": 2, **more}))
 
 
 @needs_interpreter
