@@ -124,6 +124,23 @@ def test_kernels_read_all_experts_of_a_layer(name: str, tmp_path: Path, monkeypa
     assert loaded_bytes(stacked) <= 1.05 * (folder / "model.safetensors").stat().st_size
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+def test_on_a_gpu_steps_are_captured(name: str, tmp_path: Path) -> None:
+    folder = packed_folder(tmp_path, name)
+    prompts = [ask("a", [*range(2, 27)], 12, temperature=0.0), ask("b", [7], 9, temperature=0.0)]
+    model, stacked = load_model(folder).eval(), load_model(folder, packed=True, device="cuda").eval()
+    executors: list[FastExecutor] = []
+
+    def executor(*given: Any, **named: Any) -> FastExecutor:
+        executors.append(FastExecutor(*given, **named))
+        return executors[0]
+
+    found = serve(stacked.config, stacked, prompts, executor=executor)
+    assert executors[0].kernels.capturable and executors[0].kernels.moe is not None
+    assert [made.tokens for made in found] == [made.tokens for made in serve(model.config, model, prompts)]
+
+
 def expert_part(*, zeros: bool, group: int = 32, order: bool = False) -> PackedRows:
     tensors: dict[str, Any] = {
         "codes": pack_nibbles(torch.randint(0, 16, (8, 64), dtype=torch.uint8)),

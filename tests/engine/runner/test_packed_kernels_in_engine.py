@@ -32,16 +32,22 @@ MAKES: tuple[Callable[[int, int], PackedRows], ...] = (
 """numbers of about 0.05 each"""
 
 
-def small_model(folder: Path) -> Transformer:
+def small_model(folder: Path, device: str = "cpu") -> Transformer:
     """A small Llama in fp16 whose linear layers have random weights, each in another format."""
-    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "head_dim": 64, "num_hidden_layers": 1}
+    sizes = {
+        "hidden_size": WIDTH,
+        "intermediate_size": WIDTH,
+        "head_dim": 64,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 128,
+    }
     if not folder.exists():
         int8_folder(folder, tiny_llama(**sizes))
-    model = load_model(folder, packed=True, dtype="fp16").eval()
+    model = load_model(folder, packed=True, dtype="fp16", device=device).eval()
     torch.manual_seed(7)
     for linear, make in zip(packed_modules(model), cycle(MAKES), strict=False):
         (part,) = linear.weight.parts
-        linear.weight = FusedRows(parts=(make(part.num_rows, part.columns),))
+        linear.weight = FusedRows(parts=(make(part.num_rows, part.columns).to(torch.device(device)),))
     return model
 
 
@@ -60,4 +66,16 @@ def test_tokens_are_those_of_plain_torch(tmp_path: Path, monkeypatch: pytest.Mon
     assert sum(linear.weight.nbytes for linear in packed_modules(fast)) <= 1.05 * before
     right = serve(plainly.config, plainly, prompts, executor=FastExecutor)
     found = serve(fast.config, fast, prompts, executor=FastExecutor)
+    assert [made.tokens for made in found] == [made.tokens for made in right]
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_tokens_on_a_gpu(tmp_path: Path) -> None:
+    """With graphs and the engine's own choice of kernels."""
+    prompts = [ask("a", [2, 3, 4], 12, temperature=0.0), ask("b", [*range(2, 90)], 9, temperature=0.0)]
+    plainly, fast = (small_model(tmp_path / "m", "cuda") for _ in range(2))
+    found = serve(fast.config, fast, prompts, executor=FastExecutor, max_tokens_per_step=128)
+    assert all(linear.kernels[0] is not None for linear in packed_modules(fast))
+    right = serve(plainly.config, plainly, prompts)
     assert [made.tokens for made in found] == [made.tokens for made in right]

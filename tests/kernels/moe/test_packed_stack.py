@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from armillary.kernels.moe.moe import GROUPED_MOE, SMALL_MOE, MoECase
 from armillary.kernels.moe.packed_stack import DEQUANTISE_STACK, PackedStack, StackCase, random_stack, rows_bytes
 from armillary.kernels.quantized.weight_only import WeightFormat, dequantised, nibbles, to_words
 from tests.kernels.agreeing import assert_agrees
@@ -45,3 +48,19 @@ def test_bytes_of_a_weight() -> None:
     stack = random_stack(WeightFormat("int4", 32, zeros=True), (2, 4, 64), torch.Generator().manual_seed(1))
     assert stack.itemsize * 4 * 64 == rows_bytes(stack.format, 4, 64) == 4 * (32 + 2 * 2 + 2)
     assert isinstance(stack.contiguous(), PackedStack)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_layers_on_a_gpu(name: str, dtype: str) -> None:
+    """By codes for a few tokens, in tiles for some, and dequantised first."""
+    kind, group, zeros = FORMATS[name]
+    case = MoECase(
+        tokens=1, hidden=384, ffn=192, experts=8, top_k=2, packed=kind, group=group, zeros=zeros, dtype=dtype
+    )
+    assert_agrees(DEQUANTISE_STACK, StackCase(experts=4, rows=96, columns=384, kind=kind, group=group, zeros=zeros))
+    for tokens in (1, 5):
+        assert_agrees(SMALL_MOE, replace(case, tokens=tokens))
+    for tokens in (9, 70, 700, 2000):
+        assert_agrees(GROUPED_MOE, replace(case, tokens=tokens))

@@ -141,6 +141,8 @@ def test_on_a_gpu(kind: str, group: int, zeros: bool, outputs: int, width: int, 
     from armillary.kernels.quantized.weight_only_triton import weight_only_linear
 
     group = width if group == 384 else group
+    if unsupported(kind, group, width):  # type: ignore[arg-type]
+        pytest.skip("rows of other widths")
     arguments, wanted = drawn(kind, group, zeros, tokens, outputs=outputs, inputs=width, dtype=dtype, device="cuda")
     with torch.no_grad():
         result = weight_only_linear(*arguments)
