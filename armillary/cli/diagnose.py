@@ -18,7 +18,6 @@ from armillary.diagnosis.evidence.thresholds import MIN_SPEEDUP
 from armillary.diagnosis.outcome.track_record import TrackRecord, read_record
 from armillary.errors import BadInput
 from armillary.spec.recipe import Recipe, recipe_from_dict
-from armillary.store.hf_folder import stored_dtype
 from armillary.store.home import Home
 from armillary.store.runs import Run
 
@@ -329,9 +328,8 @@ def served_model(asked: Recipe) -> str:
 
 def _flags(asked: Recipe) -> list[str]:
     """Settings that come from the command line rather than from [serve]."""
-    folder, layout = Path(asked.model.path).expanduser(), asked.layout
-    there = folder if asked.model.path and (folder / "config.json").is_file() else None
+    layout = asked.layout
     cut = ["--tp", str(layout.tp)] if layout.tp > 1 else []
-    as_stored = there is None or layout.precision == stored_dtype(there)
-    said = as_stored or layout.precision not in ("fp32", "bf16", "fp16") or layout.precision == asked.serve.dtype
-    return cut if said else [*cut, "--set", f"serve.dtype={layout.precision}"]
+    if asked.serve.dtype != "auto" or layout.precision not in ("fp32", "bf16", "fp16"):
+        return cut
+    return [*cut, "--set", f"serve.dtype={layout.precision}"]  # auto may find another one now

@@ -20,6 +20,9 @@ EMULATED = 0.5
 """share of fp32's GEMM rate below which a narrower dtype has no units of its own here. Measured 2026-11-17: 0.2
 (Skylake with AVX-512), 0.01 (the same limited to AVX2); reported: 0.003 (Neoverse N1); from the demo of 2026-11-16: 1.8
 (a Xeon with AMX)"""
+UNITS_UNUSED = 0.05
+"""the same share for a dtype that the CPU has units for: below it, torch does not use them; above it, other work was in
+the way (0.5 of bf16 with AMX beside four busy processes on two cores, 2026-11-19)"""
 WARN, REFUSE = 2.0, 10.0
 """times slower than fp32 from which a requested dtype gets a warning, and is refused"""
 

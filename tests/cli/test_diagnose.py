@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from armillary.cli.diagnose import _run_of, follow
+from armillary.cli.diagnose import _flags, _run_of, follow
 from armillary.cli.output import Output
 from armillary.diagnosis.outcome.diagnosis import read_diagnosis
 from armillary.diagnosis.outcome.track_record import path_of
 from armillary.diagnosis.readings.reading import Reading
 from armillary.machine.machine import here
-from armillary.spec.recipe import load_recipe
+from armillary.spec.recipe import load_recipe, recipe_from_dict
 from armillary.store.home import Home
 from armillary.store.runs import list_runs
 from tests.diagnosis.served import requests, served, served_run, write_served
@@ -116,6 +116,19 @@ def stored_model(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype", "flags"),
+    [
+        ("fp32", "auto", ["--set", "serve.dtype=fp32"]),  # of fp32 files, too: auto may take bf16 where it is faster
+        ("bf16", "fp32", []),  # what a lever sets is not undone
+        ("fp8", "auto", []),
+    ],
+)
+def test_a_changed_server_keeps_the_dtype_that_auto_found(precision: str, dtype: str, flags: list[str]) -> None:
+    recipe = {"model": {"name": "gpt2"}, "layout": {"precision": precision}, "serve": {"dtype": dtype}}
+    assert _flags(recipe_from_dict(recipe)) == flags
+
+
 def test_a_lever_of_a_server_is_applied_by_the_command_that_is_printed(
     cli: Cli, home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +141,7 @@ def test_a_lever_of_a_server_is_applied_by_the_command_that_is_printed(
     said = cli("diagnose", "slow-server", "--apply", "1").out
     words = command(said)
     assert words[:4] == ["serve", "a model", "--recipe", "slow-server.lever1.toml"]
+    assert words[4:6] == ["--set", "serve.dtype=bf16"], "auto may find another one"
     started: list[tuple[Any, Any]] = []
     monkeypatch.setattr("armillary.serving.openai.run_server.serve", lambda *args, **_: started.append(args[:2]))
     monkeypatch.setattr("armillary.profiling.dtypes.choice.check_asked", lambda *_: "")  # however slow bf16 is here

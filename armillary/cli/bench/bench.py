@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 ENGINE_S = 30.0
 """how long a small engine may take to start and to answer"""
+_LEAST_ENGINE_S = 1.0
+"""seconds left below which no engine is started"""
 
 bench = VerbGroup("bench", help="Measure what this machine can reach, and store it as peaks.")
 bench.add_command(kernels)
@@ -282,6 +284,11 @@ def measure_engine(out: Output, home: Home, limit_s: float) -> None:
     """Calibrate the planner with a small engine; without it, plans are less exact."""
     from armillary.planning.calibrate.engine_calibration import calibrate
 
+    if limit_s < _LEAST_ENGINE_S:
+        return out.warn(
+            "torch calls were not timed, so plans for this CPU are rough: the time for measuring was over; armillary "
+            "bench ceilings times them"
+        )
     try:
         with out.progress("measuring a small engine"):
             calibrate(home, limit_s)

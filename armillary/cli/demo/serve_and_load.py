@@ -56,7 +56,9 @@ def serve_and_load(state: DemoState, trained: Run) -> Run:
 def serve_changed(state: DemoState, trained: Run, recipe: Path) -> Run:
     """The same with a lever applied, under the same requests."""
     before = {run.id for run in list_runs(state.home)}
-    with server(state.home, trained, recipe, show=Output("silent")) as (url, pid):
+    plan = state.report.served.reading.plan if state.report.served is not None else None
+    dtype = () if plan is None else ("--set", f"serve.dtype={plan.layout.precision}")  # auto may find another one now
+    with server(state.home, trained, recipe, *dtype, show=Output("silent")) as (url, pid):
         run = _new_run(state.home, before)
         state.out.say(planned_text(run))
         report, peak = load(state, url), peak_memory(pid)
@@ -119,9 +121,10 @@ def load(state: DemoState, url: str, traffic: Traffic | None = None, *, key: str
 
 
 @contextmanager
-def server(home: Home, trained: Run, recipe: Path, *, show: Output) -> Iterator[tuple[str, int]]:
+def server(home: Home, trained: Run, recipe: Path, *flags: str, show: Output) -> Iterator[tuple[str, int]]:
     """`armillary serve RUN` until the block ends; gives its address and its process once it is ready."""
-    with running(home, "serve", str(trained.folder), "--port", "0", "--recipe", str(recipe), show=show) as started:
+    words = ("serve", str(trained.folder), "--port", "0", "--recipe", str(recipe), *flags)
+    with running(home, *words, show=show) as started:
         yield started
 
 

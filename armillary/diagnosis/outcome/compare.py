@@ -215,9 +215,19 @@ def other_conditions(a: Reading, b: Reading) -> list[str]:
     chips = [reading.plan.cluster.chip.name for reading in (a, b) if reading.plan is not None]
     if len(set(chips)) > 1:
         phrases.append(f"one ran on {chips[0]} and the other on {chips[1]}")
+    phrases += _other_dtype(a, b)
     if a.kind == "serving" and not same_requests(a.requests, b.requests):
         phrases.append(f"other requests came: {_load_text(a.requests)} against {_load_text(b.requests)}")
     return phrases
+
+
+def _other_dtype(a: Reading, b: Reading) -> list[str]:
+    """Where both recipes leave the dtype open, and ceilings that were measured in between, or a busy machine's probe,
+    led to another one."""
+    plans = [reading.plan for reading in (a, b) if reading.plan is not None]
+    left = all(plan.recipe.get("layout", {}).get("precision", "auto") == "auto" for plan in plans)
+    dtypes = [plan.layout.precision for plan in plans]
+    return [f"layout.precision=auto took {dtypes[0]} and then {dtypes[-1]}"] if left and len(set(dtypes)) > 1 else []
 
 
 def _steps(reading: Reading) -> int:

@@ -16,9 +16,10 @@ import torch
 from armillary.kernels.core.random_inputs import Pool, random_row, set_elements
 from armillary.kernels.core.timing import Call, Timing
 from armillary.machine.accelerator import accelerator_of
+from armillary.machine.features import has_native
 from armillary.profiling.ceilings.settings import Settings
 from armillary.profiling.dtypes.probe import onednn_kept
-from armillary.spec.precision import EMULATED
+from armillary.spec.precision import EMULATED, UNITS_UNUSED
 
 _TORCH = {
     "fp32": torch.float32,
@@ -103,7 +104,7 @@ def is_emulated(dtype: str, settings: Settings) -> bool:
         return False
     with onednn_kept():
         once_s = _once_s(dtype, settings)
-    return once_s * EMULATED > _once_s("fp32", settings)
+    return once_s * (UNITS_UNUSED if has_native(dtype) else EMULATED) > _once_s("fp32", settings)
 
 
 def _once_s(dtype: str, settings: Settings) -> float:

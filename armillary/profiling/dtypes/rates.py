@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from armillary.errors import BadInput
 from armillary.spec.hardware import Chip, Cluster
 from armillary.spec.model import ModelConfig
-from armillary.spec.precision import EMULATED, SIXTEEN_BIT, WIDE, DtypeRate, DtypeRates
+from armillary.spec.precision import EMULATED, SIXTEEN_BIT, UNITS_UNUSED, WIDE, DtypeRate, DtypeRates
 from armillary.store.home import Home
 
 if TYPE_CHECKING:  # a plan for a chip of the catalogue needs neither the machine nor the store's locks and sockets
@@ -74,7 +74,20 @@ def cpu_rates(home: Home, shape: RunShape) -> DtypeRates:
     """Rates of this machine's CPU: measured, else probed, else by its feature flags."""
     from armillary.machine.device_name import device_name
 
-    return _measured(home, device_name("cpu"), shape) or _probed(home, "cpu", shape) or flag_rates()
+    measured = _measured(home, device_name("cpu"), shape) or _probed(home, "cpu", shape)
+    return flag_rates() if measured is None else _with_units(measured)
+
+
+def _with_units(rates: DtypeRates) -> DtypeRates:
+    """A dtype that the CPU has units for is not emulated: it was slow, or measured beside other work."""
+    from armillary.machine.features import has_native
+
+    least = UNITS_UNUSED * rates.by_dtype[WIDE].gemm
+
+    def corrected(name: str, rate: DtypeRate) -> DtypeRate:
+        return replace(rate, emulated=rate.emulated and not (has_native(name) and rate.gemm >= least))
+
+    return replace(rates, by_dtype={name: corrected(name, rate) for name, rate in rates.by_dtype.items()})
 
 
 def gpu_rates(home: Home, chip: Chip, name: str, shape: RunShape, device: str) -> DtypeRates:

@@ -152,4 +152,6 @@ def test_an_engine_that_does_not_start_is_no_reason_to_stop(
 
     monkeypatch.setattr("armillary.planning.calibrate.engine_calibration.calibrate", fails)
     measure_engine(Output("human"), home, 1.0)
-    assert "torch calls were not timed" in "".join(capsys.readouterr())
+    assert "plans for this CPU are rough: it did not answer" in "".join(capsys.readouterr())
+    measure_engine(Output("human"), home, -35.0)
+    assert "the time for measuring was over; armillary bench ceilings times them" in "".join(capsys.readouterr())

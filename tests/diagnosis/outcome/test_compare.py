@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,16 @@ def test_too_short_a_run_proves_nothing(home: Home) -> None:
     applied(home, a)
     b = after(home, count=3)
     assert f"run {b.name} took only 3 steps" in compare(a, b, home).notes[0]
+    assert len(read_record(home).lines) == 1
+
+
+def test_auto_may_have_taken_another_dtype(home: Home) -> None:
+    """After ceilings were measured, or a probe on a busy machine."""
+    a, plan = before(home), plan_of("data.workers=3")
+    applied(home, a)
+    assert plan.layout.precision == "bf16" and "precision" not in plan.recipe["layout"]
+    b = run_of(home, replace(plan, layout=replace(plan.layout, precision="fp32")), name="wide-heron", step_s=0.6)
+    assert "layout.precision=auto took bf16 and then fp32" in compare(a, b, home).notes[0]
     assert len(read_record(home).lines) == 1
 
 

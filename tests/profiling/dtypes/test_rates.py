@@ -112,12 +112,34 @@ def test_an_emulated_format_is_looked_at_on_one_small_shape(monkeypatch: pytest.
     assert [size[:3] for size in seen if size[3] == "bf16"] == [dtype_probe.SMALL]
 
 
+def test_a_probe_beside_other_work_is_done_again_and_the_quickest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from armillary.profiling.dtypes import probe as dtype_probe
+
+    rounds = [{"fp32": 100e9, "bf16": 40e9, "fp16": 90e9}, {"fp32": 90e9, "bf16": 300e9, "fp16": 20e9}]
+    left = [rates[dtype] for rates in [*rounds, *rounds] for dtype in ("fp32", "bf16", "fp16")]
+    point = {"decode": 1.0, "attention": 1.0}
+    monkeypatch.setattr(dtype_probe, "_look", lambda dtype, *_: {"dtype": dtype, "flops": left.pop(0), **point})
+    monkeypatch.setattr(dtype_probe, "has_native", lambda dtype: dtype != "fp16")
+    rows = {point["dtype"]: point["flops"] for point in probe("cpu", SHAPE).points[PROBE]}
+    assert rows == {"fp32": 100e9, "bf16": 300e9, "fp16": 90e9} and len(left) == 6
+
+
+def test_a_dtype_with_units_of_its_own_is_slow_and_not_emulated(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_peaks(home, peaks(gemm("fp32", 1024, 100e9), gemm("bf16", 1024, 40e9), gemm("fp16", 1024, 1e9)))
+    for native, words in ((True, "bf16 gains too little, GEMM 0.4 ×"), (False, "bf16 and fp16 are emulated here")):
+        monkeypatch.setattr("armillary.machine.features.has_native", lambda dtype, native=native: native)
+        found = cpu_rates(home, SHAPE)
+        assert words in training_dtype(found).reason and found.is_emulated("fp16"), "torch does not use its units"
+
+
 def test_ceilings_of_an_emulated_format_are_one_small_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from armillary.profiling.ceilings import gemm as section
 
-    monkeypatch.setattr(section, "_once_s", lambda dtype, settings: 1e-3 if dtype == "fp32" else 1.0)
+    monkeypatch.setattr(section, "_once_s", lambda dtype, settings: 1e-3 if dtype == "fp32" else 5e-3)
+    monkeypatch.setattr(section, "has_native", lambda dtype: dtype == "fp16")
     settings = replace(settings_for(torch.device("cpu"), quick=True, folder=tmp_path), budget_s=1e-3, cache_bytes=1)
     assert is_emulated("bf16", settings) and not is_emulated("fp32", settings)
+    assert not is_emulated("fp16", settings), "it has units, so other work was in the way"
     chosen = [case for case in cases(settings) if case["dtype"] == "bf16"]
     ((kind, point),) = measure(chosen, settings)
     assert kind == "gemm" and point["beside"]["emulated"] and point["m"] * point["n"] * point["k"] < 1e7
