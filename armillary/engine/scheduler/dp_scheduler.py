@@ -88,7 +88,7 @@ class DpScheduler(Scheduler):
         super().__init__(settings, caches[0])
         self.ranks = [Scheduler(settings, cache) for cache in caches]
         self.request_table = CommonTable(settings, caches[0])
-        self.totals, self._number = self.request_table.totals, 0
+        self.totals = self.request_table.totals
         for dp_rank, rank in enumerate(self.ranks):
             self._share(rank, dp_rank)
         self._pacing: DpPacing | None = None
@@ -129,12 +129,15 @@ class DpScheduler(Scheduler):
 
     def schedule(self, now: float) -> DpDecision:
         assert len(self.under_way) <= 1, "update the step before last first"
-        self._number += 1
         expired = self.request_table.deadlines.expired(now)
         self._end([(seq, Ending("deadline")) for seq in expired], now)
         self._assign()
         self._pace()
-        decision = DpDecision(self._number, [rank.schedule(now) for rank in self.ranks], now)
+        before, parts = self.totals.steps, []
+        for rank in self.ranks:
+            self.totals.steps = before  # each counts its part, which are one step
+            parts.append(rank.schedule(now))
+        decision = DpDecision(self.totals.steps, parts, now)
         decision.ended += expired
         self.under_way.append(decision)
         self.request_table.refresh()

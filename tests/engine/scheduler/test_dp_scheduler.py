@@ -214,6 +214,19 @@ def test_requests_that_a_failed_step_spared_go_on_at_once() -> None:
     assert scheduler.request_table.wake_at(1.0) == 1.0 and scheduler.request_table.num_waiting == 1
 
 
+def test_parts_are_counted_as_one_step_and_every_rank_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    monkeypatch.setattr("armillary.engine.scheduler.invariants.check", checked.append)
+    scheduler = make_scheduler(2, check_every=2)
+    scheduler.submit(ask("a", [3] * 8, 20, ignore_eos=True), 0.0)
+    for step in range(1, 4):
+        decision = scheduler.schedule(0.0)
+        assert decision.number == scheduler.totals.steps == step
+        assert {part.number for part in decision.parts} == {step}
+        scheduler.update(decision, [5], 0.0)
+    assert set(map(id, checked)) == set(map(id, scheduler.ranks))
+
+
 def test_prefill_is_limited_while_another_rank_decodes() -> None:
     scheduler = make_scheduler(2, prefill_tokens=4, num_blocks=30)
     scheduler.submit(ask("decodes", [3] * 8, 20, ignore_eos=True), 0.0)
