@@ -24,38 +24,43 @@ def steady_steps(scheduler: Scheduler, most: int) -> int:
     running = table.running
     if not running or scheduler.unsettled or len(table.waiting) or len(running) > scheduler.limit.tokens:
         return 0
-    if scheduler.under_way and not _is_plain(scheduler.under_way[0], len(running)):
+    if scheduler.under_way and not _is_plain(scheduler.under_way[0], running):
         return 0
     left = min(seq.limit - 2 - seq.computed for seq in running)
     steps = min(most, left)
     if steps < 2 or any(seq.is_prefilling or seq.request.timeout_s is not None for seq in running):
         return 0
-    return steps if _has_blocks(scheduler, running, steps) else 0
+    return steps if has_blocks(scheduler, running, steps) else 0
 
 
-def _is_plain(decision: Decision, running: int) -> bool:
-    return (
-        len(decision.decodes) == running
-        and not decision.chunks
-        and not decision.drafts
-        and not decision.last
-        and not decision.has_finished
-    )
+def _is_plain(decision: Decision, running: list[Sequence]) -> bool:
+    return not decision.chunks and not decision.drafts and not decision.last and decision.decodes == running
 
 
-def _has_blocks(scheduler: Scheduler, running: list[Sequence], steps: int) -> bool:
+def has_blocks(scheduler: Scheduler, decodes: list[Sequence], steps: int, prefill_tokens: int = 0) -> bool:
     """Whether the blocks of so many steps are free, with some to spare."""
     cache = scheduler.cache
     size, groups = cache.block_tokens, len(cache.groups)
-    needed = sum(max(0, -(-(seq.computed + steps + 1 - seq.num_writable) // size)) for seq in running)
-    return cache.pool.num_free > (needed + _SPARE_BLOCKS * len(running)) * groups
+    needed = sum([max(0, -(-(seq.computed + steps + 1 - seq.num_writable) // size)) for seq in decodes])
+    needed += max(0, -(-prefill_tokens // size))
+    return cache.pool.num_free > (needed + _SPARE_BLOCKS * len(scheduler.request_table.running)) * groups
 
 
 def skip_steps(scheduler: Scheduler, steps: int, seconds: list[float], now: float) -> None:
     """Advance all running sequences by `steps` tokens, which are their requests' numbers; `seconds` are the durations
     of the last of those steps, and `now` is when they ended."""
-    cache, running = scheduler.cache, scheduler.request_table.running
-    for seq in running:
+    running = scheduler.request_table.running
+    advance_decodes(scheduler, running, steps)
+    for decision in scheduler.under_way:
+        decision.decided_at = now
+    if scheduler.prefill.controller is not None:
+        scheduler.prefill.controller.took_decodes(len(running), seconds, now)
+
+
+def advance_decodes(scheduler: Scheduler, decodes: list[Sequence], steps: int) -> None:
+    """Advance these sequences, and the step in flight, by `steps` tokens."""
+    cache = scheduler.cache
+    for seq in decodes:
         upto = seq.computed + steps
         if upto >= seq.num_writable:
             grown = cache.grow(seq, upto + 1)
@@ -67,8 +72,5 @@ def skip_steps(scheduler: Scheduler, steps: int, seconds: list[float], now: floa
     for decision in scheduler.under_way:
         decision.positions = [position + steps for position in decision.positions]
         decision.number += steps
-        decision.decided_at = now
     scheduler.totals.steps += steps
-    scheduler.totals.tokens_out += steps * len(running)
-    if scheduler.prefill.controller is not None:
-        scheduler.prefill.controller.took_decodes(len(running), seconds, now)
+    scheduler.totals.tokens_out += steps * len(decodes)

@@ -67,6 +67,10 @@ class PrefillController:
         budget = (self._limit(alone) - alone - start_s) / token_s
         return max(1.0, budget), token_s / pair_s if pair_s else None
 
+    def times_decodes(self, rows: int) -> bool:
+        """Whether the next step has decodes only, so that they are timed alone."""
+        return self._mixed >= _EVERY or self._alone_s(rows) is None
+
     def size(self, rows: int, count: int, past: int, most: int) -> int:
         """Tokens of a chunk after `past` others, near the `count` that the line allows: fewer tiles while that size was
         measured to take too long, more while it was measured not to, up to `most`."""

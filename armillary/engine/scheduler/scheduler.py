@@ -117,11 +117,15 @@ class Scheduler:
     def unsettled(self) -> bool:
         """Whether the next step does more than its decodes ask for: something was just started or ended, drafts or
         blocks are pending, or steps are limited."""
+        return bool(self._fresh or self._admitted or self.has_extras)
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether the next step does more than decodes and prefill ask for."""
         return bool(
-            self._fresh
-            or self._ended
-            or self._admitted
+            self._ended
             or self.cache.freeing
+            or self.cache.offload is not None
             or self.limit.tight
             or self.speculation is not None
             or self.settings.rope_switch is not None

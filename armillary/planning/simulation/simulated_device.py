@@ -60,21 +60,30 @@ class SimulatedDevice:
         return self.now
 
     def launch(self, decision: Decision) -> Launched:
-        work, cost = decision.work, self._cost
-        taken = cost.seconds(work) * self.slowdown
-        if decision.copies:
-            taken += cost.host_block_s * decision.num_host_blocks * self.slowdown
-        if cost.noise.ratios:
-            taken *= self._rng.choice(cost.noise.ratios_near(work.prefill_tokens > 0, taken))
+        copied_s = self._cost.host_block_s * decision.num_host_blocks if decision.copies else 0.0
+        taken = self._step_s(decision.work, copied_s)
         if decision.drafts:
             assert self._drafting is not None, "only a system that drafts has a scheduler that does"
             taken += self._drafting.draft(decision, self._rng) * self.slowdown
+        self._last = Launched(decision, self._begin(taken))
+        return self._last
+
+    def _step_s(self, work: StepWork, copied_s: float = 0.0) -> float:
+        cost = self._cost
+        taken = cost.seconds(work) * self.slowdown
+        if copied_s:
+            taken += copied_s * self.slowdown
+        if cost.noise.ratios:
+            taken *= self._rng.choice(cost.noise.ratios_near(work.prefill_tokens > 0, taken))
+        return taken
+
+    def _begin(self, taken: float) -> float:
+        """Start a step of so many seconds once the device is free; when its tokens will be there."""
         begin = max(self.now, self._free_at)
         self._free_at = begin + taken
         if not self._cost.waits:
             self.now = self._free_at
-        self._last = Launched(decision, self._through(begin, taken))
-        return self._last
+        return self._through(begin, taken)
 
     def _through(self, begin: float, taken: float) -> float:
         """When a step leaves the last stage; each computes it for `taken` seconds, once it has ended the one before."""
@@ -98,17 +107,26 @@ class SimulatedDevice:
         length = self.lengths.get(seq.request.id)
         return length is not None and seq.num_output + more >= length
 
-    # --- many steps at once
+    # --- many steps, one after the other or at once
+
+    def follow(self, work: StepWork) -> None:
+        """Launch a step and take the tokens of the one before, as `launch` and `tokens` do; its decision is in
+        flight."""
+        last = self._last
+        assert last is not None, "a step is in flight"
+        done_at = self._begin(self._step_s(work))
+        self.now = max(self.now, last.done_at)
+        last.done_at = done_at
 
     def ends(self, running: list[Sequence], steps: int) -> list[float]:
         """When each of the next `steps` steps of decodes alone has given its tokens."""
-        context = float(sum(seq.computed for seq in running) + len(running))
+        rows = len(running)
+        context = sum([seq.computed for seq in running]) + rows
         drawn = len([seq for seq in running if seq.request.params.temperature])
-        first = StepWork(decode_tokens=len(running), context_tokens=context, drawn_tokens=drawn)
-        begin_s = self._cost.seconds(first)
-        more_s = self._cost.seconds(first._replace(context_tokens=context + len(running))) - begin_s
-        taken = (begin_s + more_s * np.arange(steps)) * self.slowdown
-        ratios = self._cost.noise.ratios_near(False, begin_s * self.slowdown)
+        contexts = np.arange(context, context + rows * steps, rows, dtype=np.float64)
+        work = StepWork(decode_tokens=rows, context_tokens=contexts, drawn_tokens=drawn)  # type: ignore[arg-type]
+        taken = np.asarray(self._cost.seconds(work)) * self.slowdown  # to the bit as one by one
+        ratios = self._cost.noise.ratios_near(False, taken[0])
         if ratios:
             taken = taken * np.array(self._rng.choices(ratios, k=steps))
         if self._overlap:  # the tokens of a step come while the next runs

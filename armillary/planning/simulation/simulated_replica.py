@@ -15,6 +15,7 @@ from armillary.engine.cache.prefix_reuse_stats import PrefixReuse
 from armillary.engine.request.request import Request
 from armillary.engine.request.sequence import Sequence
 from armillary.engine.scheduler.decode_stretch import skip_steps, steady_steps
+from armillary.engine.scheduler.prefill_stretch import PrefillStretch, prefill_stretch
 from armillary.engine.scheduler.step_loop import Loop
 from armillary.errors import BadInput
 from armillary.planning.simulation.replayed_requests import Arrival
@@ -77,6 +78,8 @@ class SimulatedReplica:
         self._stretches = stretches and self.device.can_skip
         self._ends: list[float] = []  # of the stretch's steps
         self._steps = 0  # of the stretch that is planned
+        self._follows = self._stretches and system.overlap
+        self._prefilling: PrefillStretch | None = None  # the stretch under way
         self._over: list[Served] = []  # by the step under way, which ends at `wake`
         self._first_gap: dict[str, int] = {}
         self._preempted_at: dict[str, float] = {}
@@ -113,7 +116,8 @@ class SimulatedReplica:
                 self._over = []
             if self._steps:
                 self._skip()
-            self._plan()
+            if not (self._follows and self._prefill(until)):
+                self._plan()
         return over
 
     def lost(self) -> list[tuple[int, bool]]:
@@ -140,15 +144,40 @@ class SimulatedReplica:
 
     def _steady(self) -> int:
         """Steps that can be planned at once; the step that ends a request is left to the loop."""
-        if not self._stretches:
-            return 0
+        return steady_steps(self.scheduler, self._most_steps()) if self._stretches else 0
+
+    def _most_steps(self) -> int:
+        """Steps before the one that ends a request."""
         most, lengths = _LONGEST_STRETCH, self.device.lengths
         if lengths:
             for seq in self.scheduler.request_table.running:
                 length = lengths.get(seq.request.id)
-                if length is not None:
+                if length is not None and not seq.is_prefilling:
                     most = min(most, length - 2 - seq.computed + seq.num_prompt)
-        return steady_steps(self.scheduler, most)
+        return most
+
+    def _prefill(self, until: float) -> bool:
+        """Steps of a prefill stretch that begin before a time; False where none does."""
+        device, stretch = self.device, self._prefilling or prefill_stretch(self.scheduler, self._most_steps())
+        if stretch is None:
+            return False
+        begin, before = self.num_steps, device.now
+        while before < until:
+            work = stretch.decide()
+            if work is None:
+                stretch.close()
+                stretch = None
+                break
+            device.follow(work)
+            now = device.now
+            stretch.update(before, now)
+            self.gaps.append(now - before)
+            self.gap_weights.append(work.decode_tokens)
+            self.busy_s += now - before
+            self.num_steps += 1
+            before = now
+        self._prefilling, self.wake = stretch, before
+        return self.num_steps > begin
 
     def _skip(self) -> None:
         """The planned stretch is over."""
