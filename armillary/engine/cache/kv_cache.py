@@ -124,7 +124,9 @@ class KVCache:
         have, first = len(tables[0]), seq.computed // size
         if self.window_groups:
             self._free_windows(seq)
-        num_new = max(0, -(-upto // size) - have)
+        num_new = -(-upto // size) - have
+        if num_new < 0:
+            num_new = 0
         shared = [g for g, table in enumerate(tables) if pool.refs[table[first]] > 1] if first < have else []
         wanted = num_new * len(tables) + len(shared)
         if wanted > pool.num_free and not self._make_free(wanted):

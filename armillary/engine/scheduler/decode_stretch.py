@@ -26,9 +26,8 @@ def steady_steps(scheduler: Scheduler, most: int) -> int:
         return 0
     if scheduler.under_way and not _is_plain(scheduler.under_way[0], running):
         return 0
-    left = min(seq.limit - 2 - seq.computed for seq in running)
-    steps = min(most, left)
-    if steps < 2 or any(seq.is_prefilling or seq.request.timeout_s is not None for seq in running):
+    steps = min(most, min([seq.limit - 2 - seq.computed for seq in running]))
+    if steps < 2 or any([seq.is_prefilling or seq.request.timeout_s is not None for seq in running]):
         return 0
     return steps if has_blocks(scheduler, running, steps) else 0
 
@@ -40,10 +39,13 @@ def _is_plain(decision: Decision, running: list[Sequence]) -> bool:
 def has_blocks(scheduler: Scheduler, decodes: list[Sequence], steps: int, prefill_tokens: int = 0) -> bool:
     """Whether the blocks of so many steps are free, with some to spare."""
     cache = scheduler.cache
-    size, groups = cache.block_tokens, len(cache.groups)
+    size, groups, spare = cache.block_tokens, len(cache.groups), _SPARE_BLOCKS * len(scheduler.request_table.running)
+    most = len(decodes) * (steps // size + 2) + prefill_tokens // size + 1
+    if cache.pool.num_free > (most + spare) * groups:
+        return True
     needed = sum([max(0, -(-(seq.computed + steps + 1 - seq.num_writable) // size)) for seq in decodes])
     needed += max(0, -(-prefill_tokens // size))
-    return cache.pool.num_free > (needed + _SPARE_BLOCKS * len(scheduler.request_table.running)) * groups
+    return cache.pool.num_free > (needed + spare) * groups
 
 
 def skip_steps(scheduler: Scheduler, steps: int, seconds: list[float], now: float) -> None:
@@ -59,16 +61,24 @@ def skip_steps(scheduler: Scheduler, steps: int, seconds: list[float], now: floa
 
 def advance_decodes(scheduler: Scheduler, decodes: list[Sequence], steps: int) -> None:
     """Advance these sequences, and the step in flight, by `steps` tokens."""
-    cache = scheduler.cache
+    cache, size = scheduler.cache, scheduler.cache.block_tokens
+    full: list[Sequence] = []  # need one more block
     for seq in decodes:
         upto = seq.computed + steps
         if upto >= seq.num_writable:
-            grown = cache.grow(seq, upto + 1)
-            assert grown, "steady_steps has counted the blocks"
+            if 0 < seq.num_writable and upto < seq.num_writable + size:
+                full.append(seq)
+            else:
+                grown = cache.grow(seq, upto + 1)
+                assert grown, "steady_steps has counted the blocks"
         seq.computed = upto
         seq.tokens.extend([seq.number] * steps)
-        if upto // cache.block_tokens - seq.num_hashed >= _HASHED_AT_ONCE:
-            cache.register_blocks(seq)
+    if full:
+        cache.extend(full)
+    if cache.prefix:
+        for seq in decodes:
+            if seq.computed // size - seq.num_hashed >= _HASHED_AT_ONCE:
+                cache.register_blocks(seq)
     for decision in scheduler.under_way:
         decision.positions = [position + steps for position in decision.positions]
         decision.number += steps

@@ -40,6 +40,7 @@ class PrefillController:
         self._attention = attention_tokens
         self._seen: dict[int, deque[float]] = {}  # decodes alone, by the power of two at or above their number
         self._medians: dict[int, float] = {}  # of those seconds, as far as they were asked for since the last
+        self._alone: dict[int, float | None] = {}  # the same by number of decodes
         self._fit: list[float] | None = None  # γ, α and β, in seconds per unit
         self._covariance = (1.0, 0.0, 0.0, 1.0, 0.0, 1.0)  # of γ, α and β: the upper triangle
         self._sizes: dict[tuple[int, int], deque[tuple[float, float, int]]] = {}
@@ -128,13 +129,17 @@ class PrefillController:
         size = _size(rows)
         self._seen.setdefault(size, deque(maxlen=_SEEN)).extend(seconds)
         self._medians.pop(size, None)
+        self._alone.clear()
 
     def _alone_s(self, rows: int) -> float | None:
         """Median seconds of about so many decodes alone; None where none were seen."""
+        if rows in self._alone:
+            return self._alone[rows]
         size = _size(rows)
         middle = self._medians.get(size)
         if middle is None and size in self._seen:
             middle = self._medians[size] = median(self._seen[size])
+        self._alone[rows] = middle
         return middle
 
     def _learn(self, tokens: float, qk_pairs: float, seconds: float) -> None:
