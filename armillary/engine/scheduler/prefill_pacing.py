@@ -117,7 +117,10 @@ class PrefillController:
             return
         self._learn(tokens / _UNITS[1], attention_pairs / _UNITS[2], seconds - alone)
         if len(decision.chunks) == 1:
-            same_size = self._sizes.setdefault((_size(rows), rows + tokens), deque(maxlen=_LAST))
+            size = _size(rows), rows + tokens
+            same_size = self._sizes.get(size)
+            if same_size is None:
+                same_size = self._sizes[size] = deque(maxlen=_LAST)
             same_size.append((seconds, attention_pairs, self._steps))
 
     def took_decodes(self, rows: int, seconds: list[float], now: float) -> None:

@@ -80,17 +80,17 @@ class PrefillStretch:
         size = prefill.chunk_size(budget, decodes, left, start)
         if not 0 < size < left:
             return None
-        budget.pay(size, start)
-        if num_prompts > 1 and not budget.spent and not self._others_wait(budget):
+        if num_prompts > 1 and not self._others_wait(budget, size):
             return None
         self._size = size
         attention_pairs = size * (start + (size + 1) / 2)
         return StepWork(size, decodes, self._context, attention_pairs, 1, start, self._num_drawn)
 
-    def _others_wait(self, budget: Budget) -> bool:
+    def _others_wait(self, budget: Budget, size: int) -> bool:
         """Whether what the first chunk leaves of the budget starts no other prompt."""
-        if not self._others:
-            return False
+        budget.pay(size, self._computed)
+        if budget.spent or not self._others:
+            return budget.spent
         seq = self._others[0]
         return not self._prefill.chunk_size(budget, self.num_decodes, seq.prefill_target - seq.computed, seq.computed)
 

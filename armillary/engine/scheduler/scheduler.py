@@ -63,6 +63,9 @@ class Scheduler:
         self._full = False
         self._retreated = False
         self._copies: list[Copy] = []  # of the last decision, one after the other
+        # whether a step may follow tokens that are not known yet: an executor reads them where they were sampled; with
+        # stages they are sampled elsewhere, and every sequence waits for its own
+        self._samples_ahead = settings.num_stages == 1
         self._waits = not settings.late_masks  # a structured sequence is not scheduled before its last token is known
 
     # --- requests
@@ -131,12 +134,6 @@ class Scheduler:
             or self.settings.rope_switch is not None
             or self.settings.num_stages > 1
         )
-
-    @property
-    def _samples_ahead(self) -> bool:
-        """Whether a step may follow tokens that are not known yet: an executor reads them where they were sampled. With
-        stages they are sampled elsewhere, and every sequence waits for its own."""
-        return self.settings.num_stages == 1
 
     # --- deciding a step
 

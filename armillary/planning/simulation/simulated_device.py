@@ -87,6 +87,9 @@ class SimulatedDevice:
 
     def _through(self, begin: float, taken: float) -> float:
         """When a step leaves the last stage; each computes it for `taken` seconds, once it has ended the one before."""
+        if self._num_stages == 1:  # `begin` is when it was free
+            self._done_at[0] = begin = begin + taken
+            return begin
         for stage, busy_until in enumerate(self._done_at):
             begin = self._done_at[stage] = max(begin, busy_until) + taken
         return begin
