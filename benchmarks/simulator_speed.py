@@ -2,13 +2,18 @@
 
 python benchmarks/simulator_speed.py --trace AzureLLMInferenceTrace_conv.csv [--requests 400] [--replicas 1]
 python benchmarks/simulator_speed.py --trace AzureLLMInferenceTrace_conv.csv --replicas 20 --curve
+
+Deployments are simulated at the same time, one per core; each figure is of one process on one core.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from armillary.engine.scheduler.settings import Settings
@@ -53,8 +58,8 @@ def arrivals_of(trace: Path, rate: float, count: int) -> list[Arrival]:
     ]
 
 
-def beside_curve(arrivals: list[Arrival], cost: StepCost, fleet: Fleet, run: FleetRun) -> None:
-    """The same fleet computed from a capacity curve."""
+def beside_curve(arrivals: list[Arrival], cost: StepCost, fleet: Fleet, run: FleetRun) -> list[str]:
+    """The same fleet computed from a capacity curve, as lines."""
     case = FleetCase(
         system=SYSTEM,
         cost=cost,
@@ -68,11 +73,34 @@ def beside_curve(arrivals: list[Arrival], cost: StepCost, fleet: Fleet, run: Fle
     begin = time.perf_counter()
     curve = capacity_curve(case)
     computed = CurveOutcome(case, CurveFleet(case, curve).run())
-    print(f"  from a curve in {time.perf_counter() - begin:.1f} s, up to {curve.most_per_s:.1f} requests/s per replica")
+    took_s = time.perf_counter() - begin
+    lines = [f"  from a curve in {took_s:.1f} s, up to {curve.most_per_s:.1f} requests/s per replica"]
     full = FleetOutcome(case, run)
     for name in COMPARED:
         one, other = full.gauges[name], computed.gauges[name]
-        print(f"    {name:24} every replica {one:.4g}  curve {other:.4g}  {other / one - 1:+.1%}")
+        lines.append(f"    {name:24} every replica {one:.4g}  curve {other:.4g}  {other / one - 1:+.1%}")
+    return lines
+
+
+def measured(args: argparse.Namespace, name: str) -> list[str]:
+    """One deployment, simulated in this process, as lines."""
+    cost, arrivals = COSTS[name], arrivals_of(args.trace, 8.0 * args.replicas, args.requests * args.replicas)
+    begin, cpu = time.perf_counter(), time.process_time()
+    fleet = Fleet(replicas=args.replicas, policy="least-load")
+    run = SimulatedFleet(arrivals, SYSTEM, cost, fleet).run()
+    wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    simulated = run.end_s * args.replicas
+    lines = [
+        f"{name}: {run.end_s:.0f} s of {args.replicas} replicas at 8 requests/s each in {wall:.1f} s "
+        f"(CPU {cpu:.1f} s): {simulated / wall:.0f} × real time per core, {simulated / cpu:.0f} × of CPU time"
+    ]
+    if args.curve:
+        lines += beside_curve(arrivals, cost, fleet, run)
+    if args.slow and args.replicas == 1:
+        begin = time.perf_counter()
+        simulate(arrivals, replace(SYSTEM, prefix=False), cost)
+        lines.append(f"  with the whole engine, step by step: {run.end_s / (time.perf_counter() - begin):.0f} ×")
+    return lines
 
 
 def main() -> None:
@@ -83,24 +111,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="of the deployments, those whose names have this text")
     parser.add_argument("--slow", action="store_true", help="the whole engine, as before stretches were planned, too")
     parser.add_argument("--curve", action="store_true", help="the same from a capacity curve, and the difference")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="deployments at the same time")
     args = parser.parse_args()
-    arrivals = arrivals_of(args.trace, 8.0 * args.replicas, args.requests * args.replicas)
-    for name, cost in ((name, cost) for name, cost in COSTS.items() if args.only in name):
-        begin, cpu = time.perf_counter(), time.process_time()
-        fleet = Fleet(replicas=args.replicas, policy="least-load")
-        run = SimulatedFleet(arrivals, SYSTEM, cost, fleet).run()
-        wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
-        simulated = run.end_s * args.replicas
-        print(
-            f"{name}: {run.end_s:.0f} s of {args.replicas} replicas at 8 requests/s each in {wall:.1f} s "
-            f"(CPU {cpu:.1f} s): {simulated / wall:.0f} × real time per core, {simulated / cpu:.0f} × of CPU time"
-        )
-        if args.curve:
-            beside_curve(arrivals, cost, fleet, run)
-        if args.slow and args.replicas == 1:
-            begin = time.perf_counter()
-            simulate(arrivals, replace(SYSTEM, prefix=False), cost)
-            print(f"  with the whole engine, step by step: {run.end_s / (time.perf_counter() - begin):.0f} ×")
+    names = [name for name in COSTS if args.only in name]
+    with ProcessPoolExecutor(max(1, min(args.processes, len(names)))) as pool:
+        for lines in pool.map(partial(measured, args), names):
+            print("\n".join(lines))
 
 
 if __name__ == "__main__":

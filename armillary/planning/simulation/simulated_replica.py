@@ -120,6 +120,12 @@ class SimulatedReplica:
                 self._plan()
         return over
 
+    def settle(self) -> None:
+        """Bring sequences and blocks up to the steps so far: those of a prefill stretch are behind while it lasts."""
+        if self._prefilling is not None:
+            self._prefilling.close()
+            self._prefilling = None
+
     def lost(self) -> list[tuple[int, bool]]:
         """(number, whether its output had begun) of every unfinished request: the replica is gone."""
         lost = [seq for many in self.scheduler.request_table.requests.values() for seq in many[:1]]
@@ -165,8 +171,6 @@ class SimulatedReplica:
         while before < until:
             work = stretch.decide()
             if work is None:
-                stretch.close()
-                stretch = None
                 break
             device.follow(work)
             now = device.now
@@ -177,6 +181,8 @@ class SimulatedReplica:
             self.num_steps += 1
             before = now
         self._prefilling, self.wake = stretch, before
+        if before < until:
+            self.settle()
         return self.num_steps > begin
 
     def _skip(self) -> None:
