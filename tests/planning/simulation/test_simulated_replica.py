@@ -96,7 +96,9 @@ def test_a_prefill_stretch_leaves_the_scheduler_as_its_steps_do(answers: tuple[i
     least, most = answers
     arrivals = [
         Arrival(number=i + 1, at_s=at, tokens_in=tokens, tokens_out=out, limit=most)
-        for i, (at, tokens, out) in enumerate([(0.0, 20, least), (0.0, 30, most), (0.1, 1500, least), (0.1, 1400, least)])
+        for i, (at, tokens, out) in enumerate(
+            [(0.0, 20, least), (0.0, 30, most), (0.1, 1500, least), (0.1, 1400, least)]
+        )
     ]
     fast, slow = (
         SimulatedReplica("one", system, replace(COST, waits=True), stretches=stretches) for stretches in (True, False)
