@@ -66,7 +66,7 @@ def advance_decodes(scheduler: Scheduler, decodes: list[Sequence], steps: int) -
     for seq in decodes:
         upto = seq.computed + steps
         if upto >= seq.num_writable:
-            if 0 < seq.num_writable and upto < seq.num_writable + size:
+            if seq.num_writable and upto < seq.num_writable + size:
                 full.append(seq)
             else:
                 grown = cache.grow(seq, upto + 1)

@@ -1,4 +1,4 @@
-"""Steady prefill: runs of steps with the same decodes and the chunks of one prompt, advanced without deciding each anew.
+"""Steady prefill: runs of steps with the same decodes and chunks of one prompt, advanced without deciding each anew.
 
 Under prefill pacing a prompt takes several steps, each sized by the times of those before, so they cannot be planned as
 a whole like a decode stretch. What they have in common is kept here, the prefill planner sizes each chunk as it does
