@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import accumulate
 from random import Random
+from typing import Any
 
 import numpy as np
 
@@ -126,8 +127,8 @@ class SimulatedDevice:
         rows = len(running)
         context = sum([seq.computed for seq in running]) + rows
         drawn = len([seq for seq in running if seq.request.params.temperature])
-        contexts = np.arange(context, context + rows * steps, rows, dtype=np.float64)
-        work = StepWork(decode_tokens=rows, context_tokens=contexts, drawn_tokens=drawn)  # type: ignore[arg-type]
+        contexts: Any = np.arange(context, context + rows * steps, rows, dtype=np.float64)
+        work = StepWork(decode_tokens=rows, context_tokens=contexts, drawn_tokens=drawn)
         taken = np.asarray(self._cost.seconds(work)) * self.slowdown  # to the bit as one by one
         ratios = self._cost.noise.ratios_near(False, taken[0])
         if ratios:

@@ -176,7 +176,7 @@ class SimulatedReplica:
             now = device.now
             stretch.update(before, now)
             self.gaps.append(now - before)
-            self.gap_weights.append(work.decode_tokens)
+            self.gap_weights.append(stretch.num_decodes)
             self.busy_s += now - before
             self.num_steps += 1
             before = now
