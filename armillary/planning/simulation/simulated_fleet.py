@@ -247,7 +247,7 @@ class SimulatedFleet:
     def _now(self, now: float) -> Look:
         ready = [life for life in self._live if life.state == "ready"]
         for life in ready:
-            life.engine.settle()
+            life.engine.end_stretch()
         engines = [life.engine.scheduler for life in ready]
         return Look(
             now=now,

@@ -120,7 +120,7 @@ class SimulatedReplica:
                 self._plan()
         return over
 
-    def settle(self) -> None:
+    def end_stretch(self) -> None:
         """Bring sequences and blocks up to the steps so far: those of a prefill stretch are behind while it lasts."""
         if self._prefilling is not None:
             self._prefilling.close()
@@ -182,7 +182,7 @@ class SimulatedReplica:
             before = now
         self._prefilling, self.wake = stretch, before
         if before < until:
-            self.settle()
+            self.end_stretch()
         return self.num_steps > begin
 
     def _skip(self) -> None:

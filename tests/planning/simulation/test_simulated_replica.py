@@ -120,7 +120,7 @@ def test_a_prefill_stretch_leaves_the_scheduler_as_its_steps_do(answers: tuple[i
     for at in (0.12, 0.15, 0.16, 0.2, 0.25, 0.3, 0.4):
         for replica in (fast, slow):
             replica.advance(at)
-            replica.settle()
+            replica.end_stretch()
         if not fast._steps:  # a decode stretch is planned further
             assert state(fast) == state(slow)
     assert least < 300 or single_steps < fast.num_steps // 2
