@@ -196,7 +196,8 @@ def test_generate_from_a_shape_takes_token_ids(cli: Cli) -> None:
 def test_wrong_lines(line: tuple[str, ...], expected: str, cli: Cli, trained: str, tmp_path: Path) -> None:
     named = {"RUN": trained, "OUT": str(tmp_path / "out")}
     ran = cli(*[named.get(word, word) for word in line])
-    assert ran.code == 2 and expected in ran.err and ran.err.count("\n") == 1, ran.err
+    errors = [line for line in ran.err.splitlines() if not line.startswith("warning: dtype ")]  # what a CPU is quick in
+    assert ran.code == 2 and len(errors) == 1 and expected in errors[0], ran.err
     assert not (tmp_path / "out").exists()
 
 
