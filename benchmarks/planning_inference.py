@@ -21,11 +21,12 @@ from statistics import mean, median
 import numpy as np
 
 from armillary.planning.published.inference_row import InferenceRow, config_id, inference_row
-from armillary.planning.published.inference_table import InferencePrediction, error_of, predict_rows
+from armillary.planning.published.inference_table import InferencePrediction, error_of, predict_row, predict_rows
 from armillary.planning.published.row_case import Row, is_fitted_on
+from armillary.planning.published.table import matches
 from armillary.planning.serving.engines import Engine, engine_for, engines, physics
 
-FITTED_KINDS = ("static batch", "batch 1", "closed loop")
+FITTED_KINDS = ("static batch", "batch 1", "closed loop", "max load")
 
 
 def read(path: str) -> list[dict[str, str]]:
@@ -39,17 +40,28 @@ def read(path: str) -> list[dict[str, str]]:
 def fitted(engine: Engine, rows: Iterable[Row]) -> dict[str, float]:
     """The engine's continuous parameters that make the mean absolute error of the even half smallest."""
     mine = [row for row in rows if engine_for(row["engine"]) == engine and is_fitted_on(config_id(row))]
+    mine = [row for row in mine if matches(row, "complete") and not predict_row(row).reason]
     found = [(row, inference_row(row)) for row in mine]
     found = [(row, case) for row, case in found if case.kind in FITTED_KINDS]
     names = list(engine.parameters)
 
+    if not found:
+        return dict(engine.parameters)
+
     def loss(logs: np.ndarray) -> float:
-        rates = replace(physics(), **_named(names, logs))
-        return mean(abs(_error(row, replace(case, replica=replace(case.replica, rates=rates)))) for row, case in found)
+        named = _named(names, logs)
+        return mean(abs(_error(row, _with_rates(case, named))) for row, case in found)
 
     start = np.log([engine.parameters[name] for name in names])
     best = nelder_mead(loss, start)
     return {name: float(f"{value:.3g}") for name, value in _named(names, best).items()}
+
+
+def _with_rates(case: InferenceRow, named: Mapping[str, float]) -> InferenceRow:
+    """The case with these parameters, apart from one that the row switches off (a scheduler that does not wait)."""
+    rates, plain = case.replica.rates, physics()
+    used = {name: value for name, value in named.items() if getattr(rates, name) != getattr(plain, name)}
+    return replace(case, replica=replace(case.replica, rates=replace(rates, **used)))
 
 
 def _named(names: list[str], logs: np.ndarray) -> dict[str, float]:
@@ -151,6 +163,8 @@ def main(table: str, *, fit: bool) -> int:
     rows = read(table)
     if fit:
         for name, engine in engines().items():
+            if not any(engine_for(row["engine"]) == engine for row in rows):
+                continue
             print(f"[engine.{name}]\nparameters = {fitted(engine, rows)}".replace("'", "").replace(":", " ="))
         return 0
     return report(rows)

@@ -2,8 +2,8 @@
 
 Rules: no output length means 200 tokens (gpt-fast's default); tp beyond the number of chips counts cores, each an equal
 share of its chip; FP8 and FP4 engines have an fp8 KV cache, others 16 bits; dtypes that a chip cannot compute in are
-only stored; GPT-OSS weights have 4 bits whatever is stated; 'max load' is a queue of 1,000 to 30,000 requests by
-length, as many at once as the KV cache holds, at most 4,096 per rank; DEPn and attention-DP shard the experts; an
+only stored; GPT-OSS weights have 4 bits whatever is stated; 'max load' is a queue of requests, of which as many run at
+once as the KV cache holds and the engine allows (throughput_benchmark.py); DEPn and attention-DP shard the experts; an
 engine called decode receives its prompts from a prefill pool.
 
 TensorRT-LLM's tables leave out what their pages and sources say (read on 2026-11-19). Its PyTorch backend (1.x) runs
@@ -21,7 +21,7 @@ from typing import Literal
 from armillary.errors import BadInput
 from armillary.planning.published.names import find_chip, find_model
 from armillary.planning.published.row_case import Row, chip_part, limited_chip
-from armillary.planning.published.throughput_benchmark import queued_requests
+from armillary.planning.published.throughput_benchmark import MaxLoad, max_load
 from armillary.planning.serving.deployment_options import serving_dtypes
 from armillary.planning.serving.engines import physics, rates_for
 from armillary.planning.serving.forward_ops import ServingDtypes, Split
@@ -32,7 +32,7 @@ from armillary.spec.hardware import Chip, Cluster, Tier
 Workload = Literal["static batch", "batch 1", "first token", "max load", "closed loop", "prefill only", "decode only"]
 
 _IDENTITY = ("engine", "model", "gpu", "n_gpus", "tp", "precision", "input_len", "output_len", "concurrency_or_batch")
-_DEFAULT_OUT, _MOST_RUNNING = 200, 4096
+_DEFAULT_OUT = 200
 _LARGEST = 1e9
 """above every plausible count or length"""
 _FORMATS = (
@@ -58,8 +58,8 @@ class InferenceRow:
     """concurrent requests; 0: as many as fit"""
     tokens_in: int
     tokens_out: int
-    requests: int = 0
-    """requests queued at once, for max load"""
+    load: MaxLoad | None = None
+    """how the engine runs a queue, for max load"""
 
 
 def config_id(row: Row) -> str:
@@ -85,18 +85,23 @@ def inference_row(row: Row, *, physics_only: bool = False) -> InferenceRow:
     if config.family == "gpt_oss":  # 4-bit weights beside 8-bit inputs on chips that have both, else 16-bit inputs
         dtypes = replace(dtypes, weights="fp4", compute="fp8" if cluster.chip.peak("fp4") else "bf16")
     rates = physics() if physics_only else rates_for(row.get("engine", ""))
+    if "async" in row.get("note", ""):  # the scheduler runs beside the device
+        rates = replace(rates, row_s=0.0)
     tokens_in = positive(row, "input_len")
     if tokens_in is None or tokens_in < 1:
         raise BadInput("no input length")
     tokens_out = max(1, int(positive(row, "output_len") or _DEFAULT_OUT))
     kind, batch = _kind(row, tokens_out, devices)
+    load = None
+    if kind == "max load":
+        load = max_load(row.get("engine", ""), row.get("note", ""), int(tokens_in) + tokens_out, cluster.chip)
     return InferenceRow(
         replica=_replica(row, Replica(config=config, cluster=cluster, split=split, dtypes=dtypes, rates=rates)),
         kind=kind,
         batch=batch,
         tokens_in=int(tokens_in),
         tokens_out=tokens_out,
-        requests=queued_requests(int(tokens_in) + tokens_out) if kind == "max load" else 0,
+        load=load,
     )
 
 
@@ -186,7 +191,7 @@ def _kind(row: Row, tokens_out: int, devices: int) -> tuple[Workload, int]:
     if batch and "decode" in row.get("engine", "").lower():
         return "decode only", int(batch)
     if text in ("max load", "max"):
-        return "max load", _MOST_RUNNING
+        return "max load", 0
     if batch is None and tokens_out == 1 and "INPUT" in note:
         return "prefill only", 0
     if batch is None or batch < 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from armillary.errors import ArmillaryError
 from armillary.planning.published.inference_row import InferenceRow, config_id, inference_row, positive
 from armillary.planning.published.row_case import Row, is_fitted_on
-from armillary.planning.published.throughput_benchmark import captured_sizes
+from armillary.planning.published.throughput_benchmark import MaxLoad, captured_sizes
 from armillary.planning.serving.engines import physics
 from armillary.planning.serving.generation import (
     Generation,
@@ -29,8 +29,6 @@ MEASURES = {
     "ttft_s": ("measured_ttft_ms", 1e-3),
 }
 """gauge -> (column, unit); the error of a row is that of its first"""
-OFFLINE_USABLE = 0.95
-"""share of memory that throughput benchmarks fill (TensorRT-LLM's perf-overview.md, reproducing the results)"""
 REQUIRED = frozenset({"model", "gpu", "engine", "input_len", "concurrency_or_batch"})
 """columns that identify an inference table"""
 
@@ -123,23 +121,23 @@ def _generation(config: InferenceRow) -> Generation:
         return Generation(ttft_s=gap, itl_s=gap, total_s=config.tokens_out * gap, tokens_out_per_s=config.batch / gap)
     if config.kind in ("static batch", "batch 1"):
         return static_batch(config.replica, config.batch, *lengths)
-    if config.kind == "max load":
-        running = _most_together(config)
-        captured = captured_sizes(running, config.replica.split.pp)
-        return offline(config.replica, config.requests, running, *lengths, captured)
+    if config.load is not None:
+        running = _most_together(config, config.load)
+        captured = captured_sizes(running, config.replica.split.pp) if config.load.pads else ()
+        return offline(config.replica, config.load.requests, running, *lengths, captured, chunk=config.load.chunk)
     return steady_state(config.replica, config.batch, *lengths)
 
 
-def _most_together(config: InferenceRow) -> int:
+def _most_together(config: InferenceRow, load: MaxLoad) -> int:
     """Concurrent requests: what the KV cache holds at full length, and the engine's limit per rank. Logits are kept for
     as many as run, not for the limit."""
-    most, ranks = config.batch, config.replica.split.ep
+    most, ranks = load.most_running, config.replica.split.ep
     for _ in range(2):  # the second time with the logits of those that fit
-        serve = Serve(max_tokens_per_step=8192, max_running=most)
-        memory = serving_memory(config.replica, serve, usable=OFFLINE_USABLE)
+        serve = Serve(max_tokens_per_step=load.chunk, max_running=most)
+        memory = serving_memory(config.replica, serve, usable=load.usable)
         fitting = concurrency(config.replica, memory, config.tokens_in + config.tokens_out)
-        most = max(1, min(config.batch, -(-fitting // ranks)))
-    return max(1, min(config.batch * ranks, fitting))
+        most = max(1, min(load.most_running, -(-fitting // ranks)))
+    return max(1, min(load.most_running * ranks, fitting))
 
 
 def _measured(row: Row) -> dict[str, float]:

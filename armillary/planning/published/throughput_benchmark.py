@@ -1,20 +1,82 @@
-"""What TensorRT-LLM's throughput benchmark sets by itself, and its published tables therefore leave out.
+"""What a throughput benchmark and its engine set by themselves, and published tables therefore leave out.
 
-All from its repository at 1.0 and 1.2: docs/source/performance/perf-overview.md (requests, options) and
-tensorrt_llm/bench/build/tuning.py (the largest batch). Nothing here was fitted.
+A table says "max load"; how many requests were queued, how many of them run at once, and how a step is made up follows
+from the defaults of the engine:
+
+    TensorRT-LLM   its repository at 1.0 and 1.2: docs/source/performance/perf-overview.md (requests, options) and
+                   tensorrt_llm/bench/build/tuning.py (the largest batch)
+    vLLM           vllm/engine/arg_utils.py: gpu_memory_utilization; max_num_seqs and max_num_batched_tokens by device
+                   (from 0.9 larger on GPUs of at least 70 GiB other than A100, pull request 17885);
+                   vllm/benchmarks/serve.py: 1,000 prompts
+    SGLang         python/sglang/srt/server_args.py: chunked_prefill_size; running requests bounded by the KV cache
+
+All read on 2026-11-19; nothing here was fitted.
 """
 
+import re
+from dataclasses import dataclass, replace
 from math import ceil
+
+from armillary.spec.hardware import Chip
 
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192)
 """batch sizes with a CUDA graph; a step that only decodes is padded to the next"""
 MOST_RUNNING = 4096
 QUEUED = ((256, 30_000), (2500, 3000), (10_000, 1500))
 """(input and output tokens, requests): fewer the longer they are, 1,000 beyond"""
+LARGE_BYTES = 70 * 2**30
+"""memory of a device on which vLLM runs more requests"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaxLoad:
+    """How an engine runs requests that are queued all at once."""
+
+    requests: int
+    most_running: int
+    """at once, per rank with a KV cache of its own"""
+    usable: float
+    """share of the device's memory that is filled"""
+    chunk: int
+    """prompt tokens of a step"""
+    pads: bool = False
+    """decode steps are padded to CAPTURED"""
+
+
+def max_load(engine: str, note: str, tokens: int, chip: Chip) -> MaxLoad:
+    """The benchmark of `engine`, whose requests have `tokens` each; what a row's note states has priority."""
+    load = _usual(engine.lower(), tokens, chip)
+    if queued := re.search(r"\b(\d[\d,]*) (?:requests|prompts)(?! run)", note):
+        load = replace(load, requests=_count(queued))
+    if running := re.search(r"at most (\d[\d,]*) requests run", note):
+        load = replace(load, most_running=_count(running))
+    return load
+
+
+def _count(found: re.Match[str]) -> int:
+    return max(1, int(found.group(1).replace(",", "")))
+
+
+def _usual(engine: str, tokens: int, chip: Chip) -> MaxLoad:
+    if engine.startswith("tensorrt"):
+        queued = queued_requests(tokens)
+        return MaxLoad(requests=queued, most_running=MOST_RUNNING, usable=0.95, chunk=8192, pads=True)
+    if engine.startswith("vllm"):
+        large = (chip.memory_bytes or 0.0) >= LARGE_BYTES and not chip.name.startswith("a100") and _since_0_9(engine)
+        return MaxLoad(
+            requests=1000, most_running=1024 if large else 256, usable=0.9, chunk=8192 if large else 2048
+        )
+    return MaxLoad(requests=1000, most_running=MOST_RUNNING, usable=0.88, chunk=8192)
+
+
+def _since_0_9(engine: str) -> bool:
+    """'vllm 0.10.1' and names without a release are; 'vllm 0.6.3' is not."""
+    release = re.search(r"(\d+)\.(\d+)", engine)
+    return release is None or (int(release.group(1)), int(release.group(2))) >= (0, 9)
 
 
 def queued_requests(tokens: int) -> int:
-    """Requests of `tokens` each that are queued at once."""
+    """Requests of `tokens` each that TensorRT-LLM's benchmark queues at once."""
     return next((count for most, count in QUEUED if tokens <= most), 1000)
 
 

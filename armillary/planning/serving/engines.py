@@ -44,6 +44,8 @@ class Rates:
     """the same for 4-bit weights"""
     step_s: float
     """host time between two steps that nothing hides"""
+    row_s: float
+    """the same per running request: scheduling, sampling's book-keeping, detokenising and streaming one by one"""
     kv_reread: float = 0.0
     """share of the KV cache that is read again per further query head of a group; 0: the group shares one read"""
     expert_rate: float = 1.0

@@ -194,7 +194,7 @@ class Replica:
         if single:
             parts["kernels_s"] *= self.rates.one_row
         parts["comm_s"] = self.collectives.step_s(tokens)
-        return self._with_host(EngineStepTime(**parts), parts["kernels_s"], decoding, self.calls(logits))
+        return self._with_host(EngineStepTime(**parts), parts["kernels_s"], decoding, logits)
 
     def _operations(self, ops: Sequence[tuple[Op, int]]) -> dict[str, float]:
         parts = {"gemm_s": 0.0, "experts_s": 0.0, "other_s": 0.0, "kernels_s": 0.0}
@@ -207,13 +207,14 @@ class Replica:
             parts["kernels_s"] += count * self._kernel_s
         return parts
 
-    def _with_host(self, time: EngineStepTime, kernels_s: float, decoding: bool, calls: float) -> EngineStepTime:
+    def _with_host(self, time: EngineStepTime, kernels_s: float, decoding: bool, rows: int) -> EngineStepTime:
         """A decode step runs from a CUDA graph; others wait where launching takes longer than running. On a CPU the
-        torch calls are added."""
+        torch calls are added. An engine whose scheduler waits for the device adds its time per request."""
+        waited = self.rates.step_s + self.rates.row_s * rows
         if self._on_cpu:
-            return replace(time, host_s=calls * self.curves.call_s + self.rates.step_s)
+            return replace(time, host_s=self.calls(rows) * self.curves.call_s + waited)
         launches = 0.0 if decoding or not self._kernel_s else kernels_s / self._kernel_s * self.rates.launch_s
-        return replace(time, host_s=max(0.0, launches - time.total_s) + self.rates.step_s)
+        return replace(time, host_s=max(0.0, launches - time.total_s) + waited)
 
     def calls(self, rows: int) -> float:
         """Torch calls per step with `rows` sequences, on a CPU."""
