@@ -20,7 +20,7 @@ from statistics import mean, median
 
 import numpy as np
 
-from armillary.planning.published.inference_row import InferenceRow, config_id, inference_row
+from armillary.planning.published.inference_row import InferenceRow, config_id, engine_name, inference_row
 from armillary.planning.published.inference_table import InferencePrediction, error_of, predict_row, predict_rows
 from armillary.planning.published.row_case import Row, is_fitted_on
 from armillary.planning.published.table import matches
@@ -39,7 +39,7 @@ def read(path: str) -> list[dict[str, str]]:
 
 def fitted(engine: Engine, rows: Iterable[Row]) -> dict[str, float]:
     """The engine's continuous parameters that make the mean absolute error of the even half smallest."""
-    mine = [row for row in rows if engine_for(row["engine"]) == engine and is_fitted_on(config_id(row))]
+    mine = [row for row in rows if engine_for(engine_name(row)) == engine and is_fitted_on(config_id(row))]
     mine = [row for row in mine if matches(row, "complete") and not predict_row(row).reason]
     found = [(row, inference_row(row)) for row in mine]
     found = [(row, case) for row, case in found if case.kind in FITTED_KINDS]
@@ -58,10 +58,7 @@ def fitted(engine: Engine, rows: Iterable[Row]) -> dict[str, float]:
 
 
 def _with_rates(case: InferenceRow, named: Mapping[str, float]) -> InferenceRow:
-    """The case with these parameters, apart from one that the row switches off (a scheduler that does not wait)."""
-    rates, plain = case.replica.rates, physics()
-    used = {name: value for name, value in named.items() if getattr(rates, name) != getattr(plain, name)}
-    return replace(case, replica=replace(case.replica, rates=replace(rates, **used)))
+    return replace(case, replica=replace(case.replica, rates=replace(physics(), **named)))
 
 
 def _named(names: list[str], logs: np.ndarray) -> dict[str, float]:
@@ -121,8 +118,11 @@ def report(rows: list[dict[str, str]]) -> int:
 
 
 def may_be_fitted(row: InferencePrediction) -> bool:
-    """Whether the engine's parameters were fitted with this row in view."""
-    return row.fitted and row.kind in FITTED_KINDS and engine_for(row.row.get("engine", "")) is not None
+    """Whether the engine's parameters were fitted with this row in view: an even id, in the table of its fit (rows of
+    the tables in this folder say whether they are complete, the shared table has no such column)."""
+    engine = engine_for(engine_name(row.row))
+    own = engine is not None and ("unseen_" in engine.command) == ("complete" in row.row)
+    return row.fitted and row.kind in FITTED_KINDS and own
 
 
 def not_fitted(predictions: Iterable[InferencePrediction]) -> list[InferencePrediction]:
@@ -163,7 +163,7 @@ def main(table: str, *, fit: bool) -> int:
     rows = read(table)
     if fit:
         for name, engine in engines().items():
-            if not any(engine_for(row["engine"]) == engine for row in rows):
+            if not any(engine_for(engine_name(row)) == engine for row in rows):
                 continue
             print(f"[engine.{name}]\nparameters = {fitted(engine, rows)}".replace("'", "").replace(":", " ="))
         return 0

@@ -189,6 +189,12 @@ def find_chip(name: str) -> Chip | None:
     return None if key is None else _chip_row(key)
 
 
+def find_node(name: str) -> Node | None:
+    """One node by its name or an alias ('dgx-h100', 'p5.48xlarge'), or None."""
+    key = _hardware()["node"].find(name)
+    return None if key is None else node(key)
+
+
 def find_link(name: str) -> Link | None:
     """One link, or None where the catalogue has none of this name."""
     return link(name) if name in _hardware()["link"] else None

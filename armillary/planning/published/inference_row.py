@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from armillary.errors import BadInput
-from armillary.planning.published.names import find_chip, find_model
-from armillary.planning.published.row_case import Row, chip_part, limited_chip
-from armillary.planning.published.throughput_benchmark import MaxLoad, max_load
+from armillary.planning.published.names import find_model
+from armillary.planning.published.row_case import Row, chip_of, chip_part, limited_chip, model_of
+from armillary.planning.published.throughput_benchmark import MaxLoad, max_load, release
 from armillary.planning.serving.deployment_options import serving_dtypes
 from armillary.planning.serving.engines import physics, rates_for
 from armillary.planning.serving.forward_ops import ServingDtypes, Split
@@ -76,17 +76,13 @@ def inference_row(row: Row, *, physics_only: bool = False) -> InferenceRow:
     name = row.get("model", "")
     if any(part in name.lower() for part in _NOT_TRANSFORMERS):
         raise BadInput(f"{name} is not a plain transformer")
-    config = find_model(name, positive(row, "params_b"))
-    if config is None:
-        raise BadInput(f"no model '{name}' in the catalogue")
+    config = find_model(name, positive(row, "params_b")) or model_of(row)
     split, devices = _split(row)
     cluster = _cluster(row, devices, cores=max(1, split.num_devices // devices))
     dtypes = _dtypes(row.get("precision", ""), cluster.chip)
     if config.family == "gpt_oss":  # 4-bit weights beside 8-bit inputs on chips that have both, else 16-bit inputs
         dtypes = replace(dtypes, weights="fp4", compute="fp8" if cluster.chip.peak("fp4") else "bf16")
-    rates = physics() if physics_only else rates_for(row.get("engine", ""))
-    if "async" in row.get("note", ""):  # the scheduler runs beside the device
-        rates = replace(rates, row_s=0.0)
+    rates = physics() if physics_only else rates_for(engine_name(row))
     tokens_in = positive(row, "input_len")
     if tokens_in is None or tokens_in < 1:
         raise BadInput("no input length")
@@ -103,6 +99,14 @@ def inference_row(row: Row, *, physics_only: bool = False) -> InferenceRow:
         tokens_out=tokens_out,
         load=load,
     )
+
+
+def engine_name(row: Row) -> str:
+    """The engine as engines.toml knows it. Until 0.14 vLLM's scheduler waited for each step, unless a row says async;
+    pages that name no release are older."""
+    text = (row.get("engine") or "").strip()
+    waits = text.lower().startswith("vllm") and "async" not in (row.get("note") or "")
+    return "vLLM before 0.14" if waits and (release(text) or (0, 0)) < (0, 14) else text
 
 
 def _replica(row: Row, replica: Replica) -> Replica:
@@ -156,9 +160,7 @@ def _split(row: Row) -> tuple[Split, int]:
 def _cluster(row: Row, devices: int, cores: int) -> Cluster:
     """The chips in their default node, or the cores of each as separate devices; a count that does not fill nodes is
     connected by the node's link."""
-    chip = find_chip(row.get("gpu", ""))
-    if chip is None:
-        raise BadInput(f"no chip '{row.get('gpu', '')}' in the catalogue")
+    chip = chip_of(row.get("gpu", ""))
     if not chip.flops or not chip.memory_bytes_per_s:
         raise BadInput(f"no peak of {chip.title} is published")
     chip = limited_chip(row.get("gpu", ""), chip)

@@ -1,7 +1,9 @@
-"""Names in published tables as catalogue models and chips: 'LLaMA 70B', 'Qwen/QwQ-32B', 'A100-80GB (330W limit)'.
+"""Names in published tables as catalogue models and chips: 'LLaMA 70B', 'meta-llama/Meta-Llama-3-8B', 'DGX-H100',
+'8 x NVIDIA H100 80GB HBM3', 'A100-80GB (330W limit)', 'p5.48xlarge'.
 
 Tables spell names in many ways. A name is reduced to letters, versions and sizes, and of several models the one whose
-parameters are nearest to the row's is chosen; no model is better than a wrong one.
+parameters are nearest to the row's is chosen; no model is better than a wrong one. A chip may be named by its maker, its
+memory, the node or the instance it is in, and how many there are.
 """
 
 import re
@@ -14,8 +16,16 @@ from armillary.spec.model import ModelConfig
 _FAR = 0.12
 """largest relative difference of parameters from the row's"""
 _SUFFIXES = re.compile(
-    r"[-_ ](instruct|chat|hf|base|it|fp8|fp4|nvfp4|mxfp4|bf16|fp16|int4|int8|awq|gptq|quantized|preview|0528|a\d+-?b?)$"
+    r"[-_ ](instruct|chat|hf|base|it|fp8|fp4|nvfp4|mxfp4|bf16|fp16|int4|int8|awq|gptq|quantized|preview|\d{4}|a\d+-?b?)$"
 )
+_PREFIXES = re.compile(r"^(meta|mistralai|google|microsoft|nvidia|deepseek-ai)-(?=llama|mistral|mixtral|gemma|phi|deepseek)")
+_MAKERS = re.compile(
+    r"^(nvidia|amd|instinct|intel|habana|google|cloud|aws|amazon|geforce|quadro|tesla|dgx|hgx|azure|gcp|standard)-"
+)
+_COUNT = re.compile(r"^\d{1,5}-?[x×]-?|-?[x×]-?\d{1,5}$|^\d{1,5}-(?=[a-z])")
+_STAND_INS = {"a800": "a100-80gb-sxm", "mi350x": "mi355x"}
+"""chips that differ from one of the catalogue in links or clock only: A800 has 400 GB/s of NVLink rather than 600, MI350X
+is the air-cooled MI355X, at 0.92 of its peak"""
 _SIZE = re.compile(r"(?:^|-)((?:\d+x)?\d+(?:\.\d+)?)(b|m|t)(?=-|$)")
 
 
@@ -32,16 +42,26 @@ def find_model(text: str, params_b: float | None = None) -> ModelConfig | None:
 
 
 def find_chip(text: str) -> Chip | None:
-    """The chip that `text` names: all of it, without the part in brackets, that part, or its first words."""
+    """The chip that `text` names: all of it, without the part in brackets, that part, or its first words; each also
+    without makers and numbers of chips."""
+    text = text.replace("/", "-")
     inside = re.findall(r"\(([^)]*)\)", text)
     outside = re.sub(r"\([^)]*\)", "", text)
     if any("gcd" in part.lower() for part in inside):
         inside.insert(0, f"{outside.strip()}-gcd")
     tries = [text, *inside, outside] if inside and "gcd" in inside[0].lower() else [text, outside, *inside]
-    words = [_plain(part).removeprefix("nvidia-").removeprefix("amd-") for part in tries]
+    words = [_plain(part) for part in tries]
+    words += [_bare(word) for word in words]
     words += [re.sub(r"-\d+gb", "", word) for word in words if "pcie" in word]
     words += ["-".join(word.split("-")[:size]) for word in words for size in range(word.count("-"), 0, -1)]
     return next((chip for word in words if (chip := _chip(word)) is not None), None)
+
+
+def _bare(name: str) -> str:
+    """'8-x-nvidia-h100-80gb-hbm3' -> 'h100-80gb-hbm3'."""
+    while (shorter := _MAKERS.sub("", _COUNT.sub("", name))) not in (name, ""):
+        name = shorter
+    return name
 
 
 # --- names
@@ -49,7 +69,7 @@ def find_chip(text: str) -> Chip | None:
 
 def _plain(text: str) -> str:
     """'meta-llama/Llama-v3.1 8B_Instruct' -> 'llama-3.1-8b-instruct'."""
-    name = text.strip().lower().rpartition("/")[2]
+    name = _PREFIXES.sub("", text.strip().lower().rpartition("/")[2])
     name = re.sub(r"[\s_]+", "-", name)
     return re.sub(r"(llama|qwen|mistral|gemma|phi|falcon)-?v(?=\d)", r"\1-", name).strip("-")
 
@@ -88,5 +108,6 @@ def _distance(config: ModelConfig, params_b: float | None) -> float:
 
 
 def _chip(name: str) -> Chip | None:
-    node = catalogue.nodes().get(name)
-    return catalogue.find_chip(name) or (catalogue.chips()[node.chip] if node else None)
+    name = _STAND_INS.get(name, name)
+    node = catalogue.find_node(name)
+    return catalogue.find_chip(name) or (catalogue.chip(node.chip) if node else None)

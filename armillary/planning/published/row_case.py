@@ -13,6 +13,7 @@ from functools import cache
 from math import inf, nan
 
 from armillary.errors import BadInput
+from armillary.planning.published.names import find_chip, find_model
 from armillary.spec import catalogue
 from armillary.spec.arithmetic.params import parameters
 from armillary.spec.hardware import Chip, Cluster, Link, Node, Tier
@@ -52,12 +53,18 @@ def model_of(row: Row) -> ModelConfig:
     if (row.get("kind") or "") == "hybrid":
         raise BadInput("a hybrid model (state-space or other layers) is not a plain transformer")
     sizes = {name: number(row, name) for name in ("layers", "hidden", "heads")}
-    known = _in_catalogue(row.get("model") or "", loose=not all(sizes.values()))
+    name = row.get("model") or ""
+    known = _in_catalogue(name, loose=not all(sizes.values()))
+    if known is None and not any(sizes.values()):
+        known = find_model(re.sub(r"\(.*?\)", "", name), number(row, "params_b"))
     if known is not None and all(size in (None, getattr(known, _FIELDS[name])) for name, size in sizes.items()):
         vocab = number(row, "vocab")
         return replace(known, context=_LONGEST, vocab=int(vocab) if vocab else known.vocab)
     if not all(sizes.values()):
-        raise BadInput("neither dimensions nor a model of the catalogue")
+        raise BadInput(
+            f"no model '{name}' in the catalogue, and not all of layers, hidden and heads; fill them in, or take a name "
+            "that armillary models lists"
+        )
     return _nearest_in_size(row)
 
 
@@ -170,13 +177,11 @@ def _divided(link: Link, parts: int) -> Link:
 
 
 def chip_of(text: str) -> Chip:
-    """'A100-80GB-SXM', 'TPU v4', 'A100 (unconfirmed)' as a chip of the catalogue; trailing words are dropped to fit."""
-    words = re.sub(r"\(.*", "", text).strip().lower().replace("_", "-").replace("/", "-").split()
-    parts = "-".join(words).split("-")
-    for end in range(len(parts), 0, -1):
-        if (chip := catalogue.find_chip("-".join(parts[:end]))) is not None:
-            return chip
-    raise BadInput(f"no chip '{text}' in the catalogue; armillary hardware lists them")
+    """'A100-80GB-SXM', 'TPU v4', 'DGX-H100', 'A100 (unconfirmed)' as a chip of the catalogue."""
+    chip = find_chip(text)
+    if chip is None:
+        raise BadInput(f"no chip '{text}' in the catalogue; armillary hardware lists them")
+    return chip
 
 
 def limited_chip(text: str, chip: Chip) -> Chip:

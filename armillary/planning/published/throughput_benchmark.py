@@ -62,17 +62,18 @@ def _usual(engine: str, tokens: int, chip: Chip) -> MaxLoad:
         queued = queued_requests(tokens)
         return MaxLoad(requests=queued, most_running=MOST_RUNNING, usable=0.95, chunk=8192, pads=True)
     if engine.startswith("vllm"):
-        large = (chip.memory_bytes or 0.0) >= LARGE_BYTES and not chip.name.startswith("a100") and _since_0_9(engine)
+        new = (release(engine) or (0, 9)) >= (0, 9)
+        large = new and (chip.memory_bytes or 0.0) >= LARGE_BYTES and not chip.name.startswith("a100")
         return MaxLoad(
             requests=1000, most_running=1024 if large else 256, usable=0.9, chunk=8192 if large else 2048
         )
     return MaxLoad(requests=1000, most_running=MOST_RUNNING, usable=0.88, chunk=8192)
 
 
-def _since_0_9(engine: str) -> bool:
-    """'vllm 0.10.1' and names without a release are; 'vllm 0.6.3' is not."""
-    release = re.search(r"(\d+)\.(\d+)", engine)
-    return release is None or (int(release.group(1)), int(release.group(2))) >= (0, 9)
+def release(engine: str) -> tuple[int, int] | None:
+    """'vLLM 0.10.1' -> (0, 10); None where no release is named."""
+    found = re.search(r"(\d+)\.(\d+)", engine)
+    return (int(found.group(1)), int(found.group(2))) if found else None
 
 
 def queued_requests(tokens: int) -> int:

@@ -50,7 +50,7 @@ _ZERO = (
 CORES = (1, 2, 4, 8)
 """devices per chip as tables count them (Neuron, TPU)"""
 HSDP_GROUP = 8
-"""ranks per shard group where a row says only HSDP: a node"""
+"""ranks per shard group where a row says only HSDP: a node; 'ZeRO-1 in groups of 4' states another"""
 MANY_MICRO_BATCHES = 4
 """micro-batches per pipeline stage from which nobody needs an interleaved schedule: the bubble is below a fifth"""
 SMALL_BUBBLE = 0.1
@@ -211,13 +211,15 @@ def _layout(row: Row, model: ModelConfig) -> tuple[Layout, str, tuple[str, ...]]
     assumed += [] if number(row, "micro_batch") else ["micro_batch taken as 1"]
     recompute, stride, note = _recompute(row, model)
     sharding = (row.get("zero_or_fsdp") or "").lower()
-    inside = "hsdp" in sharding and dp > HSDP_GROUP and dp % HSDP_GROUP == 0
+    stated = re.search(r"groups? of (\d+)", sharding)
+    group = int(stated.group(1)) if stated else HSDP_GROUP
+    inside = ("hsdp" in sharding or stated) and dp > group > 0 and dp % group == 0
     interleave = (integer(row, "vpp") or 1) if sizes["pp"] > 1 else 1
     layout = Layout(
         **sizes,
         dp=dp,
         zero=next((stage for part, stage in _ZERO if part in sharding), 0),  # type: ignore[misc]
-        shard=HSDP_GROUP if inside else None,
+        shard=group if inside else None,
         interleave=interleave,
         schedule="interleaved" if interleave > 1 else "1f1b",
         micro_batch=integer(row, "micro_batch") or 1,

@@ -21,12 +21,14 @@ from armillary.planning.published.inference_table import (
 )
 from armillary.planning.published.names import find_chip, find_model
 from armillary.planning.published.row_case import is_fitted_on
-from armillary.planning.published.throughput_benchmark import captured_sizes
+from armillary.planning.published.throughput_benchmark import captured_sizes, max_load
+from armillary.planning.published.table import evaluate_table
 from armillary.planning.serving.engines import MOST_PARAMETERS, Engine, engine_for, engines, physics, rates_for
 from armillary.planning.serving.generation import offline
 from armillary.planning.serving.serving_memory import sequence_bytes
 
 FIXTURE = Path(__file__).parent / "published_inference_40.csv"
+UNSEEN = Path(__file__).parents[3] / "benchmarks" / "unseen_inference.csv"
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -177,6 +179,35 @@ def test_decode_steps_are_padded_to_the_captured_batch_sizes() -> None:
     assert offline(one, 300, 64, 100, 20, (64, 128)).itl_s == offline(one, 300, 64, 100, 20).itl_s
 
 
+def test_maximum_load_is_what_the_engine_runs_by_itself() -> None:
+    h100, a100 = find_chip("H100"), find_chip("A100-80GB-SXM")
+    assert h100 is not None and a100 is not None
+    large, small = (max_load("vLLM 0.11.0", "", 2000, chip) for chip in (h100, a100))
+    assert (large.most_running, large.chunk) == (1024, 8192) and (small.most_running, small.chunk) == (256, 2048)
+    assert max_load("vLLM 0.6.3", "", 2000, h100).most_running == 256
+    assert max_load("TensorRT-LLM 1.0", "", 256, h100).requests == 30_000
+    stated = max_load("vLLM", "1,500 requests; at most 64 requests run", 2000, h100)
+    assert (stated.requests, stated.most_running) == (1500, 64)
+
+
+def test_fewer_requests_run_where_a_row_says_so() -> None:
+    load = {"concurrency_or_batch": "max load", "measured_itl_ms": "", "measured_tokens_per_s": "5000"}
+    all_of_them, eight = (predict_row(row(**load, note=note)) for note in ("", "at most 8 requests run"))
+    assert eight.predicted["tokens_out_per_s"] < all_of_them.predicted["tokens_out_per_s"] / 3
+
+
+def test_a_model_that_no_catalogue_has_is_built_from_its_dimensions() -> None:
+    sizes = {"layers": "40", "hidden": "5120", "heads": "40", "ffn": "20480", "vocab": "50272", "params_b": "12.9"}
+    assert inference_row(row(model="OPT 13B", **sizes)).replica.config.num_layers == 40
+    assert "fill them in" in predict_row(row(model="OPT 13B")).reason
+
+
+def test_rows_of_sources_that_nobody_had_looked_at_stay_within_the_stated_error() -> None:
+    """benchmarks/planning_inference.md tells what was learnt from them."""
+    found = evaluate_table(UNSEEN, ["complete"]).summary
+    assert found["rows"] == 108 and found["mape"] <= 0.23 and found["median"] <= 0.17
+
+
 def test_a_table_is_known_by_its_columns() -> None:
     assert is_inference_table(ROWS[0]) and not is_inference_table(["model", "seq_len"])
 
@@ -232,6 +263,9 @@ def test_no_row_breaks_the_table(changes: dict[str, str]) -> None:
         ("Llama-v3.1 405B", None, "llama-3.1-405b"),
         ("CodeLlama-34B", 34.0, "codellama-34b"),
         ("Qwen3 235B A22B", 235.0, "qwen3-235b-a22b"),
+        ("meta-llama/Meta-Llama-3-8B", None, "llama-3-8b"),
+        ("deepseek-ai/DeepSeek-V3-0324", None, "deepseek-v3"),
+        ("mistralai/Mixtral-8x7B-v0.1", None, "mixtral-8x7b"),
     ],
 )
 def test_models_by_the_names_tables_give_them(text: str, params_b: float | None, name: str) -> None:
@@ -254,6 +288,16 @@ def test_no_model_is_better_than_a_wrong_one() -> None:
         ("NVIDIA H100 80GB HBM3", "h100-sxm"),
         ("H100-80GB-PCIe", "h100-pcie"),
         ("DGX Spark (GB10)", "gb10"),
+        ("DGX-H100", "h100-sxm"),
+        ("8 x NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("H100x8", "h100-sxm"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("GB200 NVL72", "gb200"),
+        ("DGX-GB300", "gb300"),
+        ("TPU v5p-128", "tpu-v5p"),
+        ("Intel Gaudi 3", "gaudi3"),
+        ("p5.48xlarge", "h100-sxm"),
+        ("A800-80GB", "a100-80gb-sxm"),
     ],
 )
 def test_chips_by_the_names_tables_give_them(text: str, name: str) -> None:
@@ -282,7 +326,23 @@ def test_engines_declare_at_most_two_parameters_with_their_provenance() -> None:
 def test_engines_by_the_names_tables_give_them() -> None:
     assert engine_for("TensorRT-LLM 0.9") == engines()["tensorrt-llm"]
     assert engine_for("TensorRT-LLM 1.0 (PyTorch backend)") is None, "other kernels: physics alone"
-    assert rates_for("vLLM") == physics() and rates_for("gpt-fast (torch.compile)") != physics()
+    assert rates_for("SGLang") == physics() and rates_for("gpt-fast (torch.compile)") != physics()
+
+
+@pytest.mark.parametrize(
+    ("engine", "note", "waits"),
+    [
+        ("vLLM", "", True),
+        ("vLLM 0.10.1", "", True),
+        ("vLLM 0.11.0", "async scheduling", False),
+        ("vLLM 0.14.0", "", False),
+        ("SGLang 0.5", "", False),
+    ],
+)
+def test_older_releases_of_vllm_spend_host_time_on_every_running_request(engine: str, note: str, waits: bool) -> None:
+    text = {"engine": engine, "note": note, "concurrency_or_batch": "256"}
+    some, more = (inference_row(row(**text)).replica.decode(rows, 1000).host_s for rows in (1, 256))
+    assert more - some == pytest.approx(255 * rates_for("vLLM before 0.14").row_s if waits else 0.0)
 
 
 def test_an_unknown_parameter_is_refused_with_the_nearest() -> None:

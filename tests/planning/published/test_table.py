@@ -209,6 +209,21 @@ def test_rows_of_sources_that_are_in_no_fit_stay_within_the_stated_error() -> No
     found = evaluate_table(UNSEEN, ["complete"]).summary
     assert found["rows"] == 68 and found["mape"] <= 0.10 and found["median"] <= 0.07
     assert 0.85 <= found["inside"] <= 0.95
+    third = evaluate_table(UNSEEN.with_name("unseen_training_third.csv"), ["complete"]).summary
+    assert third["rows"] == 47 and third["mape"] <= 0.10 and third["median"] <= 0.06 and third["inside"] >= 0.85
+
+
+def test_optimizer_states_are_sharded_in_groups_where_a_row_says_so() -> None:
+    whole, groups = (
+        training_row(row(n_gpus="1024", dp="", global_batch="", zero_or_fsdp=text), PHYSICS)
+        for text in ("ZeRO-1", "ZeRO-1 in groups of 4")
+    )
+    assert (whole.layouts.shard[0], groups.layouts.shard[0]) == (whole.layouts.dp[0], 4)
+
+
+def test_models_are_found_by_their_names_on_the_hub() -> None:
+    for name in ("meta-llama/Llama-3.1-70B-Instruct", "Llama 3.1 70B", "llama-3.1-70b-hf"):
+        assert model_of({"model": name}).name == "llama-3.1-70b"
 
 
 def test_missing_recompute_is_the_least_that_fits() -> None:
@@ -223,7 +238,7 @@ def test_missing_recompute_is_the_least_that_fits() -> None:
     [
         ({"kind": "hybrid"}, "not a plain transformer"),
         ({"gpu": "Abacus"}, "no chip"),
-        ({"layers": "", "model": "mystery"}, "neither dimensions"),
+        ({"layers": "", "model": "mystery"}, "no model 'mystery' in the catalogue, and not all of layers"),
         ({"seq_len": ""}, "no sequence length"),
         ({"precision": "roman"}, "not known"),
         ({"hidden": "many"}, "not a number"),
