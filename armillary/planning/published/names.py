@@ -2,8 +2,8 @@
 '8 x NVIDIA H100 80GB HBM3', 'A100-80GB (330W limit)', 'p5.48xlarge'.
 
 Tables spell names in many ways. A name is reduced to letters, versions and sizes, and of several models the one whose
-parameters are nearest to the row's is chosen; no model is better than a wrong one. A chip may be named by its maker, its
-memory, the node or the instance it is in, and how many there are.
+parameters are nearest to the row's is chosen; no model is better than a wrong one. A chip may be named by its maker,
+its memory, the node or the instance it is in, and how many there are.
 """
 
 import re
@@ -16,16 +16,17 @@ from armillary.spec.model import ModelConfig
 _FAR = 0.12
 """largest relative difference of parameters from the row's"""
 _SUFFIXES = re.compile(
-    r"[-_ ](instruct|chat|hf|base|it|fp8|fp4|nvfp4|mxfp4|bf16|fp16|int4|int8|awq|gptq|quantized|preview|\d{4}|a\d+-?b?)$"
+    r"[-_ ](instruct|chat|hf|base|it|fp8|fp4|nvfp4|mxfp4|bf16|fp16|int4|int8|awq|gptq|quantized|preview|\d{4}"
+    r"|a\d+-?b?)$"
 )
-_PREFIXES = re.compile(r"^(meta|mistralai|google|microsoft|nvidia|deepseek-ai)-(?=llama|mistral|mixtral|gemma|phi|deepseek)")
+_PREFIXES = re.compile(r"^(meta|mistralai|google|microsoft|nvidia)-(?=llama|mistral|mixtral|gemma|phi|deepseek)")
 _MAKERS = re.compile(
     r"^(nvidia|amd|instinct|intel|habana|google|cloud|aws|amazon|geforce|quadro|tesla|dgx|hgx|azure|gcp|standard)-"
 )
 _COUNT = re.compile(r"^\d{1,5}-?[x×]-?|-?[x×]-?\d{1,5}$|^\d{1,5}-(?=[a-z])")
 _STAND_INS = {"a800": "a100-80gb-sxm", "mi350x": "mi355x"}
-"""chips that differ from one of the catalogue in links or clock only: A800 has 400 GB/s of NVLink rather than 600, MI350X
-is the air-cooled MI355X, at 0.92 of its peak"""
+"""chips that differ from one of the catalogue in links or clock only: A800 has 400 GB/s of NVLink rather than 600,
+MI350X is the air-cooled MI355X, at 0.92 of its peak"""
 _SIZE = re.compile(r"(?:^|-)((?:\d+x)?\d+(?:\.\d+)?)(b|m|t)(?=-|$)")
 
 
@@ -55,6 +56,12 @@ def find_chip(text: str) -> Chip | None:
     words += [re.sub(r"-\d+gb", "", word) for word in words if "pcie" in word]
     words += ["-".join(word.split("-")[:size]) for word in words for size in range(word.count("-"), 0, -1)]
     return next((chip for word in words if (chip := _chip(word)) is not None), None)
+
+
+def stand_in(text: str) -> str:
+    """'A800-80GB taken as a100-80gb-sxm' where the catalogue has another chip in its place, else nothing."""
+    word = _bare(_plain(text)).split("-")[0]
+    return f"{text} taken as {_STAND_INS[word]}" if word in _STAND_INS else ""
 
 
 def _bare(name: str) -> str:

@@ -62,8 +62,8 @@ def model_of(row: Row) -> ModelConfig:
         return replace(known, context=_LONGEST, vocab=int(vocab) if vocab else known.vocab)
     if not all(sizes.values()):
         raise BadInput(
-            f"no model '{name}' in the catalogue, and not all of layers, hidden and heads; fill them in, or take a name "
-            "that armillary models lists"
+            f"no model '{name}' in the catalogue, and not all of layers, hidden and heads; fill them in, or take a "
+            "name that armillary models lists"
         )
     return _nearest_in_size(row)
 

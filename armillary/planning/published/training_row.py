@@ -14,6 +14,7 @@ from typing import Any
 from armillary.errors import BadInput
 from armillary.planning.device_model.frameworks import Software, declared
 from armillary.planning.device_model.vectorised_layouts import RECOMPUTES, SCHEDULES, Layouts, as_arrays
+from armillary.planning.published.names import stand_in
 from armillary.planning.published.row_case import Row, cluster_of, integer, model_of, number, second_token_layers
 from armillary.planning.training.memory_breakdown import memory
 from armillary.planning.training.train_case import NF4, Lora, TrainCase, lora_weights
@@ -76,7 +77,7 @@ def training_row(row: Row, software: Software) -> TrainingRow:
     model = model_of(row)
     layout, precision, assumed = _layout(row, model)
     layout, interleaved = _with_interleave(row, layout, model, software)
-    assumed = (*assumed, *interleaved)
+    assumed = (*assumed, *interleaved, *filter(None, [stand_in(row.get("gpu") or "")]))
     cluster = cluster_of(row, layout.num_devices)
     sequence, batch = number(row, "seq_len"), number(row, "global_batch")
     if not sequence or not (batch or number(row, "micro_batch")):

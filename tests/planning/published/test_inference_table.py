@@ -21,8 +21,8 @@ from armillary.planning.published.inference_table import (
 )
 from armillary.planning.published.names import find_chip, find_model
 from armillary.planning.published.row_case import is_fitted_on
-from armillary.planning.published.throughput_benchmark import captured_sizes, max_load
 from armillary.planning.published.table import evaluate_table
+from armillary.planning.published.throughput_benchmark import captured_sizes, max_load
 from armillary.planning.serving.engines import MOST_PARAMETERS, Engine, engine_for, engines, physics, rates_for
 from armillary.planning.serving.generation import offline
 from armillary.planning.serving.serving_memory import sequence_bytes

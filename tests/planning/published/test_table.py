@@ -221,6 +221,11 @@ def test_optimizer_states_are_sharded_in_groups_where_a_row_says_so() -> None:
     assert (whole.layouts.shard[0], groups.layouts.shard[0]) == (whole.layouts.dp[0], 4)
 
 
+def test_a_chip_that_stands_in_for_another_is_said() -> None:
+    assert "A800-80GB taken as a100-80gb-sxm" in predict_row(row(gpu="A800-80GB")).assumed
+    assert predict_row(row(gpu="A800")).predicted == predict_row(row(gpu="A100-80GB-SXM")).predicted
+
+
 def test_models_are_found_by_their_names_on_the_hub() -> None:
     for name in ("meta-llama/Llama-3.1-70B-Instruct", "Llama 3.1 70B", "llama-3.1-70b-hf"):
         assert model_of({"model": name}).name == "llama-3.1-70b"
