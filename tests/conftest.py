@@ -27,6 +27,9 @@ if not gpu_present():
 from armillary.store.home import Home
 from tests.fork_server import ForkServer, shared
 from tests.ranks import Ranks
+from tests.user_home import use_own_home
+
+use_own_home()
 
 # A busy machine is no failure.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

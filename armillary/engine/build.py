@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from armillary.engine.adapter_table import AdapterTable
+from armillary.engine.build_linears import fit_cpu
 from armillary.engine.build_offload import measured_costs
 from armillary.engine.build_speculation import make_draft, speculate, step_rows
 from armillary.engine.cache.kv_cache import KVCache
@@ -20,22 +20,7 @@ from armillary.engine.output.output_text import NoText, OutputProcessor
 from armillary.engine.runner.adapter_slots import AdapterSlots
 from armillary.engine.runner.executor import FastExecutor
 from armillary.engine.runner.kv_memory_budget import kv_budget
-from armillary.engine.runner.linear.linear_formats import (
-    Int8Units,
-    PackedDense,
-    few_rows_linear,
-    half_linear,
-    int8_linear,
-    packs,
-    pick_fp8,
-    replace_head,
-    replace_linears,
-    run_int8,
-    share_row_max,
-    to_fp8,
-)
-from armillary.engine.runner.linear.native_linear import run_native, run_native_tokens
-from armillary.engine.runner.linear.packed_cpu import run_integers
+from armillary.engine.runner.linear.linear_formats import pick_fp8, to_fp8
 from armillary.engine.runner.linear.sparse_linear import to_sparse
 from armillary.engine.runner.rank_layout import RankLayout
 from armillary.engine.runner.ranks.dp_leader import DpLeader, gather_tokens
@@ -52,7 +37,7 @@ from armillary.errors import BadInput
 from armillary.kernels.core.dtype import DTYPES
 from armillary.kernels.core.requirements import lacking
 from armillary.kernels.paged.cache_codes import CACHE_DTYPES, largest_code
-from armillary.model.device import fit_threads, free_bytes
+from armillary.model.device import fit_threads
 from armillary.model.multi_token import MtpLayer
 from armillary.model.quantized.packed_linear import packed_modules
 from armillary.model.text.tokenizer import Detokenizer, Tokenizer
@@ -66,7 +51,6 @@ from armillary.units import bytes_text
 
 Phase = Callable[[str, float], None]  # (part of an engine's start, its seconds)
 _CALIBRATION_S = {"cuda": 0.5, "cpu": 1.5}  # time for step calibration at the start, where records are kept
-_SPARE = 0.25  # fraction of free memory that a second copy of the weights may take on a CPU
 
 
 def make_engine(
@@ -101,10 +85,7 @@ def make_engine(
     run_fp8 = pick_fp8(model.blocks["0"].attention.out.weight, settings.max_running) if serve.weights == "fp8" else None
     executor = make_executor(model, settings, serve, seed, ranks)
     if device_type == "cpu":
-        _fit_cpu(executor, serve, ranks, let_go=owns_model)
-        if ranks is not None and ranks.tp.size > 1:
-            tp = ranks.tp
-            share_row_max(executor.forward, lambda most: all_reduce(most, tp, "max"))
+        fit_cpu(executor, serve, ranks, let_go=owns_model)
     if run_fp8 is not None:
         to_fp8(executor.forward, run_fp8, let_go=owns_model)
     if serve.weights == "2:4":
@@ -279,38 +260,6 @@ def _check_cache(model: Transformer, kv_dtype: str, ranks: RankLayout | None) ->
             f"{model.config.name} has no scales for a KV cache in int8; calibrate them with armillary quantize --kv "
             "int8, or take serve.kv_dtype=fp8"
         )
-
-
-def _fit_cpu(executor: FastExecutor, serve: Serve, ranks: RankLayout | None, *, let_go: bool) -> None:
-    """GEMMs in the form a CPU is fastest with: int8 where asked for, else bf16 packed once; packed int8 and int4 in
-    the order of their kernels."""
-    forward = executor.forward
-    can_pack = packs(next(forward.model.parameters()))
-    weight_bytes = sum(weight.numel() * weight.element_size() for weight in forward.model.parameters())
-    packed = partial(PackedDense, plain=weight_bytes < (free_bytes(executor.device) or 0) * _SPARE)
-    if can_pack and serve.weights != "int8":
-        replace_head(forward, packed, let_go=let_go)
-    packed_model = bool(packed_modules(forward.model))
-    units = Int8Units(native=True, fast=True)
-    if serve.weights == "int8" or packed_model:
-        units = Int8Units.here() if ranks is None else Int8Units.of_all(ranks.world)
-    run_native(forward, let_go=let_go, per_token=units.native)
-    if serve.weights == "int8" or packed_model:
-        run_native_tokens(forward)
-    if packed_model and not can_pack and let_go and forward.model.output is not None:
-        replace_head(forward, half_linear, let_go=let_go)
-    run_int8(forward, units, let_go=let_go)
-    run_integers(forward, let_go=let_go)
-    if serve.weights == "int8":
-        in_int8 = partial(int8_linear, units=units)
-        replace_linears(forward, in_int8, let_go=let_go)
-        replace_head(forward, in_int8, let_go=let_go)
-    elif can_pack:
-        replace_linears(forward, packed, let_go=let_go)
-    else:
-        replace_linears(forward, few_rows_linear, let_go=False)
-        if not packed_model:
-            replace_head(forward, few_rows_linear, let_go=False)
 
 
 def _scale(executor: FastExecutor, kv_dtype: torch.dtype) -> None:

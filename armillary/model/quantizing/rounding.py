@@ -93,7 +93,9 @@ def round_fp8(weight_NK: Tensor, scale_dtype: torch.dtype) -> PackedRows:
     columns = weight_NK.shape[1]
     scale_N1 = _stored(weight_NK.abs().amax(1, keepdim=True) / E4M3_MAX, scale_dtype)
     codes = (weight_NK / scale_N1.float()).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).view(torch.uint8)
-    return PackedRows(format=Fp8(group=columns), rows={"codes": codes, "scale": scale_N1}, columns=columns)
+    return PackedRows(
+        format=Fp8(group=columns, fp8_activations=True), rows={"codes": codes, "scale": scale_N1}, columns=columns
+    )
 
 
 def round_mxfp4(weight_NK: Tensor) -> PackedRows:
