@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.engine import build
+from armillary.engine import build_linears
 from armillary.engine.engine import Completion
 from armillary.engine.llm import LLM
 from armillary.engine.request.pooling import Pooling
@@ -328,7 +328,7 @@ def int8_units(where: str) -> list[Int8Units]:
     with join_world("cpu") as world, pytest.MonkeyPatch.context() as monkeypatch:
         here = Int8Units(native=False, fast=not world.rank)
         monkeypatch.setattr(Int8Units, "here", lambda: here)
-        monkeypatch.setattr(build, "run_int8", lambda forward, units, let_go: found.append(units))
+        monkeypatch.setattr(build_linears, "run_int8", lambda forward, units, let_go: found.append(units))
         llm = LLM(where, table, world=world)
         if world.rank:
             llm.follow()
