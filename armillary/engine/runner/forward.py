@@ -20,7 +20,7 @@ from armillary.engine.runner.latent_layer import attend_latents
 from armillary.engine.runner.layer import Layer, full_qk_norm, make_layer, without_gates
 from armillary.engine.runner.linear.linear_fn import Dense, LinearFn, linear_fn, run_fused
 from armillary.engine.runner.mixture_layer import run_mixture, run_small_mixture
-from armillary.engine.runner.ranks.pipeline import Pipeline
+from armillary.engine.runner.ranks.stage_transfer import Pipeline
 from armillary.engine.runner.ranks.token_gather import GatheredTokens, run_without_tokens
 from armillary.engine.runner.rotary_tables import angle_tables, query_factors
 from armillary.engine.runner.step_input import Inputs, Shape, gathered, inputs_of

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from armillary.engine.cache.layer_groups import stage_layers
-from armillary.engine.runner.ranks.pipeline import Pipeline
+from armillary.engine.runner.ranks.stage_transfer import Pipeline
 from armillary.errors import BadLayout
 from armillary.parallel.collectives import Group
 from armillary.parallel.world import World
